@@ -183,7 +183,7 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
                 continue
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
-            click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
+            click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {done.library}")
         if specs:
             began = time.monotonic()
             build_jit_specs(specs, verbose)

@@ -303,8 +303,7 @@ def ask_folder() -> None:
 
 
 def ask_modules() -> None:
-    """The architectures that modules are compiled for, and which of the family's modules are prebuilt, or built and
-    fresh."""
+    """The architectures that modules are compiled for, and which of the family's modules are prebuilt or built."""
     from flashinfer.jit import core
     from flashinfer.jit import env as jit_env
     from flashinfer.jit.sm12x import build, modules, prebuilt
@@ -319,7 +318,8 @@ def ask_modules() -> None:
     try:
         for spec in modules.gen_operator_modules():
             library, passed_over = prebuilt.find(spec)
-            stale = "" if library is not None else build.why_stale(spec.plan)
+            built = library is not None or build.find_library(spec.plan) is not None
+            stale = "" if built else "it is not built yet"
             fact = {"prebuilt": library is not None, "stale": stale, "passed_over": passed_over}
             tell(**{f"module {spec.name}": fact})
     except (RuntimeError, ValueError) as error:

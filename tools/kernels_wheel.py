@@ -29,9 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "kernels"
 PROCESSORS = ("x86_64", "aarch64")
 ARCHITECTURES = ("12.0f", "12.1a")
-SHIPPED = ("tree:csrc/", "tree:include/", "tree:3rdparty/", "generated:", "wheel:")
-"""Prefixes of those files, of all that a compiler read, that are the fork's or the pinned wheel's on any machine."""
-
 OLDEST_SYSTEM = {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12)}
 """Symbol versions of glibc 2.31 and GCC 9.3 (Debian 11, Ubuntu 20.04): what the wheels' platform tag promises."""
 
@@ -162,17 +159,17 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
 
 def entry_of(spec: Any) -> dict[str, Any]:
     """The manifest's entry of a module that has been built; ``library`` is where it lies on this machine."""
-    from flashinfer.jit.sm12x import build, prebuilt
+    from flashinfer.jit.sm12x import build, content_key, prebuilt
 
-    if stale := build.why_stale(spec.plan):
-        raise WheelError(f"{spec.name} changed while it was built: {stale}")
-    read = map(prebuilt.name_of, build.files_read(spec.plan))
+    library = build.find_library(spec.plan)
+    if library is None:
+        raise WheelError(f"{spec.name} changed while it was built: the library for what is here now is not there")
     return {
         "name": spec.name,
         "architectures": prebuilt.architecture_list(spec.architectures),
-        "library": str(spec.plan.library),
-        "sha256": build.hash_file(spec.plan.library),
-        **prebuilt.inputs_of(spec, sorted(name for name in read if name.startswith(SHIPPED))),
+        "library": str(library),
+        "sha256": content_key.hash_file(library),
+        "key": spec.content_key,
     }
 
 
@@ -186,7 +183,7 @@ def take_library(module: dict[str, Any], package: Path, architecture: str) -> No
                 f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, Ubuntu: "
                 "apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
             )
-    module["library"] = f"{library.stem}-{architecture}.so"
+    module["library"] = f"{module['name']}-{architecture}.so"
     shutil.copyfile(library, package / module["library"])
 
 

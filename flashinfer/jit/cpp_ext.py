@@ -96,6 +96,11 @@ def parse_env_flags(env_var_name: str) -> list[str]:
     return list(variables.read(env_var_name))
 
 
+def upstreams_includes() -> list[Path]:
+    """Upstream's include folders, of which no compiler need be known."""
+    return [*_upstream.get_cccl_includes(), *map(Path, _upstream.get_system_includes(""))]
+
+
 def get_system_includes(cuda_home: str) -> list[Any]:
     """Upstream's include folders, then those of wheels with headers that the toolkit lacks (cuRAND, cuBLAS, ...)."""
     includes: list[Any] = _upstream.get_system_includes(cuda_home)

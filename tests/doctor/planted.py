@@ -215,7 +215,7 @@ PLANTED = {
         plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
     "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",
         plant=lambda m: m.remove("bin/ninja")),
-    "ninja_that_does_nothing": Planted("build", "fail", "doctor.so: cannot open shared object file",
+    "ninja_that_does_nothing": Planted("build", "fail", "building doctor failed: ninja made no doctor.so",
         plant=_program("exit 0", "bin/ninja")),
     "no_host_compiler": Planted("build", "fail", "the host C++ compiler is missing", "apt-get install --yes g++",
         plant=lambda m: m.remove("bin/c++", "bin/g++")),

@@ -20,7 +20,7 @@ from flashinfer.jit.sm12x import modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
-# Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
+# Understands -c, -o, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
 # A line "// fake: <what>" in the source asks for: wait (until there is a file "go" beside it), kill, kill-once, enospc,
 # fail <text>, say <text>, silent.
 import os, re, sys, time
@@ -30,7 +30,7 @@ if "--version" in sys.argv:
     sys.exit(0)
 args = sys.argv[1:]
 value = lambda flag: args[args.index(flag) + 1] if flag in args else None
-source, output, depfile = value("-c"), value("-o"), value("-MF")
+source, output = value("-c"), value("-o")
 if source is None:  # link
     with open(output, "wb") as out:
         for path in args:
@@ -39,13 +39,12 @@ if source is None:  # link
     sys.exit(0)
 with open(os.path.join(home, "calls"), "a") as log:
     log.write(os.path.basename(source) + chr(10))
-read = [source]
 text = open(source).read()
 for name in re.findall(r'#include "(.+?)"', text):
-    header = os.path.join(value("-I"), name)
-    if os.path.exists(header):
-        read.append(header)
-        text += open(header).read()
+    headers = [os.path.join(folder, name) for flag, folder in zip(args, args[1:]) if flag == "-I"]
+    there = [header for header in headers if os.path.exists(header)]
+    if there:
+        text += open(there[0]).read()
     else:
         print(source + ":1:10: fatal error: " + name + ": No such file or directory")
         sys.exit(1)
@@ -73,8 +72,6 @@ for what in re.findall(r"// fake: (.+)", text):
         sys.exit(0)
 with open(output, "w") as out:
     out.write(" ".join(a for a in args if a.startswith("-D")) + text)
-with open(depfile, "w") as out:
-    out.write(output + ": " + (" \\\\" + chr(10) + " ").join(p.replace("$", "$$").replace("#", "\\\\#").replace(" ", "\\\\ ") for p in read) + chr(10))
 """
 
 
@@ -142,15 +139,17 @@ class Project:
 
     def change_compiler(self, before: str, inserted: str) -> None:
         """Insert code into the compiler."""
-        self.compiler.write_text(self.compiler.read_text().replace(before, inserted + before, 1))
+        text = self.compiler.read_text()
+        assert before in text
+        self.compiler.write_text(text.replace(before, inserted + before, 1))
 
     @property
     def fresh(self) -> bool:
-        return not engine.why_stale(self.plan())
+        return engine.find_library(self.plan()) is not None
 
     def object_text(self, name: str) -> str:
-        path = self.cache / "demo" / "obj" / f"{name}.o"
-        return path.read_text() if path.exists() else ""
+        """What objects of that name hold, of whatever key."""
+        return "".join(path.read_text() for path in (self.cache / "demo" / "obj").glob(f"*/{name}.o"))
 
     def calls(self) -> list[str]:
         """Sources compiled since the last call, sorted."""

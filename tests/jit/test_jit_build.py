@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -83,6 +84,42 @@ def test_flag_compiler_and_environment_rebuild_all(project: Project, monkeypatch
     assert project.calls() == ALL
 
 
+def test_what_bears_another_key_is_removed_by_the_next_build_and_not_by_one_that_fails(project: Project) -> None:
+    project.build()
+    old = project.plan().library.resolve()
+    project.write("a.cu", "// fake: fail no such thing\n")
+    with pytest.raises(JitBuildError):
+        project.build()
+    assert old.exists()
+    project.write("a.cu", "int a;\n")
+    report = project.build()
+    assert not old.exists()
+    folder = project.plan().folder
+    assert [path for path in folder.glob("*.so") if not path.is_symlink()] == [report.library]
+    assert project.plan().library.resolve() == report.library
+    assert len(list(folder.glob("obj/*/*.o"))) == len(list(folder.glob("obj/*"))) == 3
+
+
+def test_going_back_builds_what_was_there_before(project: Project) -> None:
+    """The link leads to the library of now, whichever was built last."""
+    first = project.build().library
+    other = project.with_flags("-DX=2").build().library
+    assert first != other
+    assert project.build().library == first == project.plan().library.resolve()
+
+
+def test_a_cache_of_an_older_engine_is_built_anew(project: Project) -> None:
+    """It had files in place of the link and of the folders of objects."""
+    folder = project.plan().folder
+    (folder / "obj").mkdir(parents=True)
+    for name in ("demo.so", "obj/a.o", "build.ninja", "inputs.json", ".ninja_log"):
+        (folder / name).write_text("older")
+    assert not project.fresh
+    assert sorted(project.build().compiled) == ["a.o", "b.o", "c.o"]
+    assert "int two;" in project.plan().library.read_text()
+    assert not (folder / "obj" / "a.o").exists()
+
+
 def test_removed_source_leaves_the_library(project: Project) -> None:
     project.build()
     project.calls()
@@ -99,40 +136,26 @@ def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(proje
     plan = project.plan()
     good = plan.library.read_bytes()
     plan.library.write_bytes(good[: len(good) // 2])
-    (plan.folder / "obj" / "b.o").write_bytes(b"")
+    plan.object_path(plan.steps[1]).write_bytes(b"")
     assert not project.fresh
     project.build()
     assert project.calls() == ["b.cu"]
     assert plan.library.read_bytes() == good
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "[" * 100_000, '{"demo.so": 3}', '{"library": "", "files": {}}'], ids=lambda text: text[:9]
-)
-def test_without_a_record_all_is_compiled_again(project: Project, damage: str) -> None:
-    """Also for a header that came with an older time, which ninja does not see."""
-    project.build()
-    project.calls()
-    (project.plan().folder / "inputs.json").write_text(damage)
-    assert not project.fresh
-    header = project.write("two.h", "int newer;\n")
-    os.utime(header, (1, 1))
-    project.build()
-    assert project.fresh
-    assert project.calls() == ALL
-    assert "int newer;" in project.plan().library.read_text()
-
-
-def test_source_edited_while_it_is_compiled_is_compiled_again(project: Project) -> None:
+@pytest.mark.parametrize("after", ["int after;\n", None], ids=["another content", "the same again"])
+def test_source_edited_while_it_is_compiled_is_compiled_again(project: Project, after: str | None) -> None:
     source = project.write("c.cu", "// fake: wait\nint before;\n")
     child = project.start()
     _wait_for(lambda: "c.cu" in _calls_so_far(project), child)
-    source.write_text("int after;\n")
+    source.write_text(source.read_text() if after is None else after)
     project.write("go", "")
-    assert child.wait(LONGEST) == 0
-    assert not project.fresh
-    project.build()
-    assert "int after;" in project.plan().library.read_text()
+    said = child.communicate(timeout=LONGEST)
+    assert child.returncode == 0, said
+    assert f"{source} was edited while demo was built; it is built again" in said[1]
+    assert project.calls() == [*ALL, "c.cu"]
+    assert project.fresh
+    assert (after or "int before;") in project.plan().library.read_text()
 
 
 def _calls_so_far(project: Project) -> list[str]:
@@ -164,7 +187,9 @@ def test_two_processes_build_once(project: Project) -> None:
     assert project.calls() == ALL
 
 
-def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project: Project) -> None:
+@pytest.mark.parametrize("after", ["int c3;\n", None], ids=["another content", "the same again"])
+def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project: Project, after: str | None) -> None:
+    """Nor what they made: with nobody left who sees whether a file was edited meanwhile."""
     project.build()
     project.calls()
     project.write("b.cu", "int another;\n")
@@ -179,7 +204,7 @@ def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project
     assert not project.fresh
     project.calls()
 
-    project.write("c.cu", "int c;\n")
+    project.write("c.cu", after or "// fake: wait\nint c;\n")
     threading.Timer(0.5, project.write, ["go", ""]).start()
     report = project.build()  # waits for them
     assert not _compilers_of(project)
@@ -267,7 +292,7 @@ def test_a_link_that_fails_leaves_the_library_that_others_use(project: Project) 
         ('#include "curand_kernel.h"\n', r"Hint: curand_kernel.h .* pip install nvidia-curand"),
         ("// fake: enospc\n", r"(?s)No space left on device\nHint: .*FLASHINFER_WORKSPACE_BASE"),
         ("// fake: kill\n", r"(?s)c\.o: .*Hint: the compiler was killed.*MAX_JOBS=1"),
-        ("// fake: silent\n", r"building demo failed: demo\.so: .*obj/c\.o"),
+        ("// fake: silent\n", r"building demo failed: c\.o: mv: .*c\.o"),
     ],
 )
 def test_errors_have_a_hint(source: str, message: str, project: Project) -> None:
@@ -350,12 +375,12 @@ def test_log_and_progress(
     project.build(max_jobs=1, verbose=True)
     assert f"-c {project.root}/src/a.cu" in capsys.readouterr().err
     log = project.plan().log.read_text()
-    for name in ("obj/a.o", "obj/b.o", "obj/c.o", "demo.so"):
-        assert f" -o {name}" in log
+    for name in ("a.o", "b.o", "c.o", "demo.so"):
+        assert re.search(rf" -o tmp/\S*\b{name}\.new && mv ", log)
     assert f"-c {project.root}/src/a.cu" in log
     lines = [record.getMessage() for record in jit_log.records]
     assert lines == [
-        "building demo: it is not built yet; 1 compilers at once (1 asked for)",
+        "building demo: 3 of 3 objects are missing; 1 compilers at once (1 asked for)",
         "demo [1/4] a.o",
         "demo [2/4] b.o",
         "demo [3/4] c.o",
@@ -400,6 +425,14 @@ def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.L
     project.build()
     assert "in b.o (24 bytes a thread). nvcc" in told()[0]
     project.names.remove("b")
+    project.build()
+    assert told() == []
+    project.write("a.cu", SPILLS.format(8))
+    project.write("c.cu", "// fake: fail no such thing\n")
+    with pytest.raises(JitBuildError, match="no such thing"):
+        project.build(max_jobs=1)
+    project.write("a.cu", "int a;\n")
+    project.write("c.cu", "int c2;\n")
     project.build()
     assert told() == []
 

@@ -101,7 +101,7 @@ def test_so_many_compilers_run_at_once(project: Project, together: int) -> None:
         f"for _ in range(500):\n    time.sleep(0.01 * (alive() < {together}))\n"
         "time.sleep(0.3)\nopen(home + '/most', 'a').write(str(alive()))\n"
     )
-    project.change_compiler("read = [source]", meeting)
+    project.change_compiler("text = open(source).read()", meeting)
     with open(project.compiler, "a") as compiler:
         compiler.write("os.unlink(home + '/alive-' + os.path.basename(source))\n")
     project.build(max_jobs=together)

@@ -262,16 +262,18 @@ def test_a_cache_that_upstreams_build_files_do_not_quote(workspace: Path) -> Non
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
-IN_A_MODULE = ("obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so")
+IN_A_MODULE = ("obj", "obj/*", "obj/*/a.o", "build.ninja", "digests.json", ".ninja_log", "demo-*.so")
 
 
 @needs_root
 @pytest.mark.parametrize("what", [*(f"demo/{name}" for name in IN_A_MODULE), "tmp"])
 def test_what_another_user_left_in_a_module_or_among_locks_is_not_used(project: Project, what: str) -> None:
     project.build()
-    os.chown(project.cache / what, ANOTHER, ANOTHER)
+    (project.cache / "demo" / "digests.json").touch()
+    place, *_ = project.cache.glob(what)
+    os.chown(place, ANOTHER, ANOTHER)
     project.write("c.cu", "int another;\n")
-    with pytest.raises(UntrustedCacheError, match=f"{what} belongs to user {ANOTHER}"):
+    with pytest.raises(UntrustedCacheError, match=f"{place} belongs to user {ANOTHER}"):
         project.build()
 
 
@@ -346,7 +348,7 @@ def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace
 
 def test_compilers_leave_nothing_outside_the_build(project: Project, tmp_path: Path) -> None:
     """Their files are in the module's folder, those of a builder that was killed until the next build."""
-    project.change_compiler("read = [source]", 'import tempfile; tempfile.mkstemp(prefix="left-")\n')
+    project.change_compiler("text = open(source).read()", 'import tempfile; tempfile.mkstemp(prefix="left-")\n')
     left = project.plan().folder / "tmp" / "of a builder that was killed"
     left.mkdir(parents=True)
     before = set(Path(tempfile.gettempdir()).iterdir())
@@ -383,23 +385,27 @@ USE_SMALL = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from flashinfer.jit.sm12x import build
 from jit_fakes import small_spec
-spec = small_spec(Path(sys.argv[2]))
+from flashinfer.jit import env
+spec = small_spec(Path(sys.argv[2]) if len(sys.argv) < 5 else env.FLASHINFER_GEN_SRC_DIR)
 if sys.argv[3] == "build":
     spec.build(need_lock=True)
 module = spec.try_load()
-print(module and module.answer(), spec.plan.library)
+print(module and module.answer(), build.find_library(spec.plan))
 """
 
 
 @needs_nvcc
-def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("generated", [False, True], ids=["", "generated"])
+def test_prebuilt_cache_that_can_only_be_read_is_used(generated: bool, tmp_path: Path) -> None:
+    """Also for a source that is generated, which lies elsewhere then."""
     base, temporary = tmp_path / "base", tmp_path / "tmp"
     temporary.mkdir()
     here = Path(__file__).parent
 
     def run(what: str) -> subprocess.CompletedProcess[str]:
-        return _run(USE_SMALL, base, here, tmp_path, what, TMPDIR=str(temporary))
+        return _run(USE_SMALL, base, here, tmp_path, what, *["generated"] * generated, TMPDIR=str(temporary))
 
     built = run("build")
     assert built.stdout.startswith(f"41 {base}/"), built.stderr
@@ -412,10 +418,12 @@ def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
         used = run("load")
         assert used.stdout == built.stdout, used.stderr
         assert "can only be read (Permission denied): what is fresh in it is used" in used.stderr
-        (tmp_path / "src" / "answer.h").write_text("#define ANSWER 42\n")
-        assert run("load").stdout.startswith("None ")
-        again = run("build")
-        assert again.stdout.startswith(f"42 {temporary}/flashinfer-{os.geteuid()}/"), again.stderr
+        sources = next(temporary.rglob("generated")) if generated else tmp_path
+        (sources / "src" / "answer.h").write_text("#define ANSWER 42\n")
+        assert run("load").stdout == "None None\n"
+        if not generated:
+            again = run("build")
+            assert again.stdout.startswith(f"42 {temporary}/flashinfer-{os.geteuid()}/"), again.stderr
         assert sorted(base.rglob("*")) == before
     finally:
         _set_writable(base, True)
@@ -559,7 +567,7 @@ def waits() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-PIPES = ("build.ninja", "inputs.json", "spills.json", "build.log", ".ninja_log", "obj/a.o")
+PIPES = ("build.ninja", "digests.json", "spills.json", "build.log", ".ninja_log", "obj/a.o")
 
 
 @pytest.mark.parametrize("name", PIPES)

@@ -90,9 +90,8 @@ class Compiled:
             inside = not is_alone(row)  # not where a plugin makes every instance a module of its own
             generate = modules.gen_fused_moe_module if inside else partial(modules.gen_fused_moe_instance_module, row)
             spec = embedding_ptx(generate, self.patch, self.folder)
-            code[row.name] = machine_code.dumped(
-                "sass", spec.jit_library_path.parent / "obj" / f"{spec.name}_{row.name}.o"
-            )
+            (step,) = (step for step in spec.plan.steps if step.source.stem == row.name)
+            code[row.name] = machine_code.dumped("sass", spec.plan.object_path(step))
         return code
 
 

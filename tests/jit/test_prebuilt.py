@@ -25,7 +25,8 @@ from layer_toys import REPO, load_tool
 from flashinfer.jit import core
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules, prebuilt
-from flashinfer.jit.sm12x.build import hash_file
+from flashinfer.jit.sm12x import spec as spec_module
+from flashinfer.jit.sm12x.content_key import hash_file
 from flashinfer.jit.sm12x.instances import HOPPER, SM12X
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
@@ -63,14 +64,19 @@ class Installed:
         self.package = root / "site" / prebuilt.PACKAGE
         self.library = self.package / "small-121a.so"
         cache = built.with_name("cache")
-        self.cached = cache / "cached_ops" / "small" / "small.so"
+        self.link = cache / "cached_ops" / "small" / "small.so"
         shutil.rmtree(cache, ignore_errors=True)
-        shutil.copytree(built, cache)
+        shutil.copytree(built, cache, symlinks=True)
         self.package.mkdir(parents=True)
         shutil.copyfile(built / "cached_ops" / "small" / "small.so", self.library)
         entry = json.loads((built / "entry.json").read_text())
         self.manifest = {**manifest, "modules": [{**entry, "library": "small-121a.so"}]}
         self.write()
+
+    @property
+    def cached(self) -> Path:
+        """The library in the cache that was built last."""
+        return self.link.resolve()
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -171,6 +177,7 @@ def in_entry(**changes: Any) -> Callable[[Installed], None]:
     return lambda i: i.write(modules=[{**i.entry, **changes}])
 
 
+OTHER_KEY = "it was built from other sources, headers or flags: its content key"
 OTHER_BYTES = "small-121a.so is missing, truncated or altered: its digest is not that of manifest.json"
 DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "truncated": (truncate, OTHER_BYTES),
@@ -184,16 +191,14 @@ DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "nested": (write("[" * 100_000), "manifest.json is missing or damaged (Rec"),
     "no object": (write("[]"), "manifest.json is missing or damaged (Ty"),
     "half an entry": (in_manifest(modules=[{"name": "small"}]), "manifest.json is missing or damaged (KeyError"),
-    "list of files": (in_entry(files=["tree:README.md"]), "manifest.json is missing or damaged (Attr"),
+    "no key": (lambda i: (i.entry.pop("key"), i.write()), "manifest.json is missing or damaged (KeyError"),
     "older format": (in_manifest(format=0), f"has format 0, this is format {prebuilt.FORMAT}"),
     "older fork": (in_manifest(fork="0.0.9"), f"has fork 0.0.9, this is fork {prebuilt.__fork_version__}"),
     "older TVM-FFI": (in_manifest(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
     "other platform": (in_manifest(platform="linux-x"), f"linux-x, this is platform {sysconfig.get_platform()}"),
     "other architecture": (in_entry(architectures="12.0f"), "has it for 12.0f, and 12.1a is compiled for"),
-    "other sources": (in_entry(sources=["generated:src/x.cu"]), "other sources: "),
-    "other flags": (in_entry(flags=["-lineinfo"]), "it was built with other flags: --lineinfo, "),
-    "no such header": (in_entry(files={"tree:none.h": None}), "none.h is not what it was built from"),
-    "no such folder": (in_entry(files={"/dev/zero": "0" * 64}), "manifest.json is missing or damaged (KeyError"),
+    "other key": (in_entry(key="0" * 20), f"{OTHER_KEY} is {'0' * 20}, here it is "),
+    "key that is none": (in_entry(key=[]), f"{OTHER_KEY} is [], here it is "),
 }
 
 
@@ -212,25 +217,34 @@ def test_one_that_does_not_fit_is_passed_over_with_a_line(installed: Installed, 
 def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed, lines) -> None:
     header = jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h"
     header.write_text("#define ANSWER 42\n")
-    assert installed.load()[0] == installed.cached
-    assert answer_of(installed.cached) == "42"
-    assert lines() == [f"the prebuilt small is passed over: {header} is not what it was built from"]
+    loaded, _ = installed.load()
+    assert loaded == installed.cached
+    assert answer_of(loaded) == "42"
+    key = installed.entry["key"]
+    assert lines() == [f"the prebuilt small is passed over: {OTHER_KEY} is {key}, here it is {toy().content_key}"]
 
 
 @needs_nvcc
 def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_NVCC_THREADS", "4")
     assert prebuilt.find(toy()) == (installed.library, "")
-    for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
+    for variable in ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
         monkeypatch.setenv(variable, "-DMINE")
-        assert prebuilt.find(toy()) == (None, "it was built with other flags: +-DMINE")
+        library, reason = prebuilt.find(toy())
+        assert library is None
+        assert reason.startswith(OTHER_KEY)
         monkeypatch.delenv(variable)
+    source = toy()
+    source.sources.append(source.sources[0])
+    assert prebuilt.find(source)[0] is None
+    other = toy()
+    other.extra_cuda_cflags.append("-lineinfo")
+    assert prebuilt.find(other)[0] is None
 
 
 def install_without_building(site: Path) -> dict[str, Path]:
     """A wheel's folder with what its manifest says of this tree's modules for 12.1a, and libraries of a line."""
     specs = modules.gen_shipped_modules()
-    headers = [f"tree:{path.relative_to(REPO)}" for path in sorted((REPO / "include").rglob("*.cuh"))]
     entries, libraries = [], {}
     for spec in specs:
         library = site / prebuilt.PACKAGE / f"{spec.name}-121a.so"
@@ -238,7 +252,7 @@ def install_without_building(site: Path) -> dict[str, Path]:
         library.write_text(spec.name)
         libraries[spec.name] = library
         entry = {"name": spec.name, "architectures": "12.1a", "library": library.name}
-        entries.append({**entry, "sha256": hash_file(library), **prebuilt.inputs_of(spec, headers)})
+        entries.append({**entry, "sha256": hash_file(library), "key": spec.content_key})
     manifest = {**manifest_here(), "modules": entries}
     (site / prebuilt.PACKAGE / prebuilt.MANIFEST).write_text(json.dumps(manifest))
     return libraries
@@ -324,16 +338,44 @@ def test_upstreams_prebuilt_modules_are_not_taken_for_ours(arch: str, tmp_path: 
 @needs_nvcc
 def test_the_manifest_names_nothing_of_the_machine_that_made_it(built: Path) -> None:
     entry = json.loads((built / "entry.json").read_text())
-    assert list(entry["files"]) == ["generated:src/answer.h", "generated:src/small.cu"]
-    del entry["library"]
-    assert str(built) not in json.dumps(entry)
-    assert "/usr" not in json.dumps(entry)
+    assert entry.pop("library").startswith(str(built.with_name("cache")))
+    assert entry == {"name": "small", "architectures": "12.1a", "sha256": entry["sha256"], "key": entry["key"]}
+
+
+def test_a_key_is_the_same_in_another_place_and_without_a_compiler(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another one where a header of this tree or of the wheel is another, and not where a test is."""
+    keys = [modules.gen_decode_module().content_key]
+    no_compiler(monkeypatch)
+    monkeypatch.setenv("PATH", "")
+    use_cache(workspace / "moved", monkeypatch)
+    keys.append(modules.gen_decode_module().content_key)
+    tree, wheel = workspace / "tree", workspace / "wheel"
+    for folder in ("include", "csrc"):
+        shutil.copytree(REPO / folder, tree / folder)
+    for module in (modules, spec_module):
+        monkeypatch.setattr(module, "fork_root", lambda: tree)
+    keys.append(modules.gen_decode_module().content_key)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "unrelated.h").write_text("int x;")
+    keys.append(modules.gen_decode_module().content_key)
+    assert len(set(keys)) == 1
+    headers = wheel / "data" / "csrc"
+    headers.mkdir(parents=True)
+    monkeypatch.setattr(spec_module, "wheel_root", lambda: wheel)
+    monkeypatch.setattr(jit_env, "FLASHINFER_CSRC_DIR", headers)
+    for header in (tree / "include/flashinfer/sm12x/types.h", headers / "tvm_ffi_utils.h"):
+        for text in ("int one;\n", "int two;\n"):
+            header.write_text(text)
+            keys.append(modules.gen_decode_module().content_key)
+    assert len(set(keys)) == 5
 
 
 @needs_nvcc
 def test_a_module_that_changed_meanwhile_is_not_taken(tool: ModuleType, installed: Installed) -> None:
     (jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h").write_text("#define ANSWER 44\n")
-    with pytest.raises(tool.WheelError, match=r"small changed while it was built: .*answer\.h changed"):
+    with pytest.raises(tool.WheelError, match=r"small changed while it was built: the library for what is here now is"):
         tool.entry_of(toy())
 
 
@@ -348,7 +390,7 @@ def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: 
     assert entry["library"] == "small-121f.so"
     assert (installed.package / "small-121f.so").read_bytes() == installed.library.read_bytes()
     monkeypatch.setitem(tool.OLDEST_SYSTEM, "GLIBC", (2, 0))
-    with pytest.raises(tool.WheelError, match=r"small\.so needs GLIBC_2\.\d+.*apt-get install g\+\+-12"):
+    with pytest.raises(tool.WheelError, match=r"small-\w+-\w+\.so needs GLIBC_2\.\d+.*apt-get install g\+\+-12"):
         tool.take_library({**entry, "library": str(installed.cached)}, installed.package, "121f")
 
 

@@ -9,7 +9,8 @@ Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while `
 ``modules``        the JIT specs: sources and flags of each module
 ``spec``           how such a spec fits upstream's ``JitSpec``
 ``prebuilt``       libraries of an installed wheel, in place of a build
-``build``          from such a plan to a library: what is fresh, ninja, the lock, the log
+``content_key``    the hash that names what is built
+``build``          from such a plan to a library: ninja, the lock, the log
 ``trust``          whose files are loaded and compiled
 ``cache``          which modules lie compiled, and removing some
 ``jobs``           how many compilers may run, by memory and cores

@@ -3,17 +3,18 @@
 
 ::
 
-    build.ninja          the commands
-    fused_moe_120.so     the library; linked under another name, then renamed
-    inputs.json          hashes of the library and of every file that it was made from; written last
-    obj/                 the objects, so that an edit compiles only what it touches
-    spills.json          objects whose kernels spill registers, and how many bytes
-    build.log            what the last build printed
-    tmp/                 the compilers' TMPDIR, removed behind a build
+    build.ninja                          the commands
+    fused_moe_120-<key>-<digest>.so      the library of a content key, and the digest by which damage is seen
+    fused_moe_120.so                     a link to the library that was built last
+    obj/<key>/                           an object, so that an edit compiles only what it touches
+    spills.json                          objects whose kernels spill registers, and how many bytes
+    digests.json                         the memo of ``content_key``
+    build.log                            what the last build printed
+    tmp/                                 the compilers' TMPDIR, removed behind a build
 
-Ninja compares times and commands; each command holds what the compilers are and what their environment adds. Hashes
-serve where times do not: a library is loaded, without ninja, where ``build.ninja`` is what would be written now and no
-hash has changed, and a build begins by removing the objects of files that changed, even to ones with older times.
+A file bears its name only when it is whole, and the name says what it was made from (``content_key``). So ninja compares
+nothing: it makes what is not there. A build that succeeds removes what bears other keys; a process that has loaded such a
+library keeps it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import hashlib
+import glob
 import json
 import logging
 import os
@@ -31,19 +32,19 @@ import resource
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ...sm12x import variables
+from .content_key import Files, hash_file, key_of, namer, searched_by
 from .diagnosis import (
     WITHOUT_A_WORD,
     JitBuildError,
@@ -70,11 +71,14 @@ COMPILER_ENVIRONMENT = (
 )
 """Variables that change what a compiler makes of the same command."""
 
+WITHOUT_EFFECT = ("--threads=",)
+"""Beginnings of flags that change nothing in what is made."""
+
 NINJA_STATUS = "[%f/%t] "
 """Ninja's variable, for :func:`finished_step`."""
 
-_DONE = r"\[(\d+)/(\d+)\] .* -o (?:\S*/)?(\S+?)(?:\.new && mv .*)?\s*$"
-"""A line of ninja's: how many steps are done and how many there are, and what has been made."""
+_DONE = r"\[(\d+)/(\d+)\] .* -o (\S*/)?(\S+?)(?:\.new(?: && mv .*)?)?\s*$"
+"""A line of ninja's: how many steps are done and how many there are, the folder of what has been made, and its name."""
 
 _SECONDS_BETWEEN_LINES = 10
 """Least time between lines of a build's progress at level INFO of the log; each line is in ``build.log``, and here at
@@ -100,17 +104,15 @@ class Progress:
 def finished_step(line: str) -> tuple[int, int, str] | None:
     """Read a line that ninja prints when a step is done: how many are done, how many there are, and what it made."""
     done = re.match(_DONE, line)
-    return (int(done[1]), int(done[2]), done[3]) if done else None
+    return (int(done[1]), int(done[2]), done[4]) if done else None
 
 
 _RULES = """\
-rule compile
+rule make
   command = $command
-  depfile = $out.d
-  deps = gcc
-rule link
-  command = $command
+  generator = 1
 """
+"""Ninja makes again what a generator made only where it is not there, whatever the command and the times are."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class CompileStep:
     launcher: tuple[str, ...] = ()
 
     def command(self, source: str, output: str) -> tuple[str, ...]:
-        """Program and arguments that compile ``source`` into ``output`` and write ``output.d``."""
-        return (*self.launcher, self.compiler, *self.flags, "-MD", "-MF", f"{output}.d", "-c", source, "-o", output)
+        """Program and arguments that compile ``source`` into ``output``."""
+        return (*self.launcher, self.compiler, *self.flags, "-c", source, "-o", output)
 
     @property
     def host_compiler(self) -> str:
@@ -166,13 +168,15 @@ class ModulePlan:
 
     Attributes:
         name: The module's name.
-        folder: Its folder in the cache.
+        folder: Its folder in the cache. Commands run there.
         lock_path: The file that is locked while it is built.
         steps: Its sources.
         linker: The program that links.
         link_flags: Its arguments behind the objects.
         job_memory: Bytes that a compiler may need.
         description: A line for the head of the log.
+        roots: Name -> folder that counts by what lies in it, not by where it is.
+        read_only: The module's folder in a cache that can only be read.
     """
 
     name: str
@@ -183,9 +187,12 @@ class ModulePlan:
     link_flags: tuple[str, ...]
     job_memory: int = DEFAULT_JOB_MEMORY
     description: str = ""
+    roots: Mapping[str, str] = field(default_factory=dict)
+    read_only: Path | None = None
 
     @property
     def library(self) -> Path:
+        """A link to the library that was built last, from whatever; :func:`find_library` gives the one of now."""
         return self.folder / f"{self.name}.so"
 
     @property
@@ -197,34 +204,112 @@ class ModulePlan:
         return self.folder / "build.ninja"
 
     def object_path(self, step: CompileStep) -> Path:
-        return self.folder / "obj" / step.name
+        """The object that a build makes of the files as they are now."""
+        path = Keys(self).objects[step.name]
+        places = [folder / "obj" / path for folder in (self.folder, self.read_only) if folder]
+        return next(filter(Path.is_file, places), places[0])
+
+
+class Keys:
+    """The names of what a plan makes, by the files as they are now.
+
+    Attributes:
+        files: What the files hold.
+        sources: Name of a step -> paths and digests of all that it reads.
+        objects: Name of a step -> its object, relative to ``obj``.
+        library: The library's key.
+    """
+
+    def __init__(self, plan: ModulePlan) -> None:
+        self._plan, self._name = plan, functools.cache(namer(plan.roots))
+        self.files = Files(plan.folder / "digests.json")
+        self._environment = [os.environ.get(name) for name in COMPILER_ENVIRONMENT]
+        self._searched = functools.cache(self._search)
+        # By all files at once: what each source reads matters only where it is compiled.
+        sources: dict[tuple[str, ...], list[str]] = {}
+        for step in plan.steps:
+            sources.setdefault(step.flags, []).append(str(step.source))
+        read: dict[str, str | None] = {}
+        for flags, paths in sources.items():
+            read |= self._read(flags, paths)
+        commands = [self._commands(step) for step in plan.steps]
+        link = self._words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
+        self.library = key_of(commands, link, self._contents(read))
 
     @cached_property
+    def sources(self) -> dict[str, dict[str, str | None]]:
+        return {step.name: self._read(step.flags, [str(step.source)]) for step in self._plan.steps}
+
+    @cached_property
+    def objects(self) -> dict[str, str]:
+        return {
+            step.name: f"{key_of(self._commands(step), self._contents(self.sources[step.name]))}/{step.name}"
+            for step in self._plan.steps
+        }
+
+    def _commands(self, step: CompileStep) -> list[Any]:
+        """What is run, and by what, whatever the files hold."""
+        identities = [compiler_identity(step.compiler), compiler_identity(step.host_compiler)]
+        return [self._words(step.command(str(step.source), "")), identities, self._environment]
+
+    def _contents(self, files: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+        return sorted((self._name(path), digest) for path, digest in files.items())
+
+    def _read(self, flags: tuple[str, ...], sources: Sequence[str]) -> dict[str, str | None]:
+        folders, files = self._searched(flags)
+        return self.files.read_by([*sources, *files], folders)
+
+    def _search(self, flags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        words = [*flags]
+        for name, value in zip(COMPILER_ENVIRONMENT, self._environment, strict=True):
+            if value and name.endswith("FLAGS"):
+                words += value.split()
+            elif value and name.endswith("PATH"):
+                words += [word for folder in value.split(":") if folder for word in ("-I", folder)]
+        return searched_by(words, self._plan.folder)
+
+    def _words(self, words: Sequence[str]) -> list[str]:
+        return [self._name(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
+
+    def find(self) -> Path | None:
+        """The library that bears the key, in the module's folder or the one that can only be read, and is whole."""
+        for folder in filter(None, (self._plan.folder, self._plan.read_only)):
+            for path in folder.glob(f"{glob.escape(self._plan.name)}-{self.library}-*.so"):
+                digest = self.files.digest(path)
+                if digest is not None and path.stem.endswith(f"-{digest[:16]}"):
+                    return path
+        return None
+
+    @property
     def ninja_text(self) -> str:
         """The build file. Its paths but those of sources and headers are relative to the module's folder."""
-        lines = [_RULES]
-        for step in self.steps:
+        plan, lines = self._plan, [_RULES]
+        for step in plan.steps:
             # nvcc has a shell expand a $ in the path of a source, which the path of a cache may hold.
             source = str(step.source)
             if "$" in source:
-                source = os.path.relpath(os.path.realpath(source), os.path.realpath(self.folder))
-            output = f"obj/{step.name}"
-            tools = [step.compiler, step.host_compiler]
-            lines.append(_build_lines("compile", [source], output, tools, step.command(source, output)))
-        library, objects = self.library.name, [f"obj/{step.name}" for step in self.steps]
-        link = (self.linker, *objects, *self.link_flags, "-o", f"{library}.new")
-        lines.append(_build_lines("link", objects, library, [self.linker], link, f"mv -f {library}.new {library}"))
+                source = os.path.relpath(os.path.realpath(source), os.path.realpath(plan.folder))
+            lines.append(_build_lines(self.objects[step.name], functools.partial(step.command, source)))
+        link = (plan.linker, *(f"obj/{path}" for path in self.objects.values()), *plan.link_flags)
+        lines.append(_build_lines(plan.library.name, lambda output: (*link, "-o", output)))
         return "".join(lines)
 
 
-def _build_lines(
-    rule: str, inputs: Sequence[str], output: str, tools: Sequence[str], command: Sequence[str], then: str = ""
-) -> str:
-    identity = [*map(compiler_identity, tools), *(f"{name}={os.environ.get(name)}" for name in COMPILER_ENVIRONMENT)]
-    shell = f"made_by={hashlib.sha256(repr(identity).encode()).hexdigest()[:16]} {shlex.join(command)}"
-    shell = " && ".join(filter(None, (shell, then))).replace("$", "$$")
-    paths = " ".join(re.sub(r"([$ :])", r"$\1", path) for path in inputs)
-    return f"build {output}: {rule} {paths}\n  command = {shell}\n"
+def _build_lines(path: str, command: Callable[[str], Sequence[str]]) -> str:
+    """The lines by which ninja makes ``tmp/<path>``, which is there when it is whole."""
+    output = f"tmp/{path}"
+    shell = f"{shlex.join(command(f'{output}.new'))} && mv -f {output}.new {output}"
+    return f"build {output}: make\n  command = {shell.replace('$', '$$')}\n"
+
+
+def find_library(plan: ModulePlan) -> Path | None:
+    """The library that a build of the files as they are now would make; None if it is not there. All that is written is
+    the memo."""
+    keys = Keys(plan)
+    library = keys.find()
+    if library is not None:
+        keys.files.remember()
+    return library
 
 
 @dataclass(frozen=True)
@@ -232,12 +317,14 @@ class BuildReport:
     """The result of a call of :func:`build`.
 
     Attributes:
+        library: The library, whether it was there or was made.
         compiled: Names of the objects that were compiled.
         linked: Whether the library was linked.
         cpu_seconds: CPU time of all compilers together.
         wall_seconds: Time from the lock to the finished library.
     """
 
+    library: Path
     compiled: list[str]
     linked: bool
     cpu_seconds: float
@@ -260,59 +347,6 @@ def compiler_identity(compiler: str) -> str:
     program = Path(found).resolve()
     others = (program.parent / name for name in ("ptxas", "cudafe++", "fatbinary", "../nvvm/bin/cicc"))
     return "\n".join([banner, *(f"{tool.name}:{tool.stat().st_size}" for tool in (program, *others) if tool.is_file())])
-
-
-def hash_file(path: str | Path) -> str | None:
-    """Hex SHA-256 of a regular file's content; None when it is none or cannot be read."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return None
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except (OSError, ValueError):  # the latter: no path at all
-        return None
-    return digest.hexdigest()
-
-
-def _read_record(plan: ModulePlan) -> dict[str, str] | None:
-    """``inputs.json``: path -> hash of the library and of each file that a compiler read for it; None if it is no such thing.
-
-    The library's path is relative to the module's folder.
-    """
-    try:
-        data = json.loads(read_file(plan.folder / "inputs.json"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return data if isinstance(data, dict) and all(isinstance(digest, str) for digest in data.values()) else None
-
-
-def _write_record(plan: ModulePlan, record: dict[str, str]) -> None:
-    write_atomically(plan.folder / "inputs.json", json.dumps(record, indent=1))
-
-
-def _changed(plan: ModulePlan, record: dict[str, str]) -> Iterator[str]:
-    """The recorded paths whose content is another one now."""
-    return (path for path, digest in record.items() if not digest or hash_file(plan.folder / path) != digest)
-
-
-def files_read(plan: ModulePlan) -> list[str]:
-    """Every file that compilers read for a library that is fresh."""
-    return sorted((_read_record(plan) or {}).keys() - {plan.library.name})
-
-
-def why_stale(plan: ModulePlan) -> str:
-    """Why a build would have something to do; empty when the library is what it would make. Writes nothing."""
-    record = _read_record(plan)
-    if record is None or plan.library.name not in record or not plan.library.is_file():
-        return "it is not built yet"
-    try:
-        if read_file(plan.ninja_path) != plan.ninja_text.encode():
-            return "sources, flags, compiler or its variables changed"
-    except OSError as error:
-        return f"{plan.ninja_path}: {error.strerror}"
-    return next((f"{path} changed" for path in _changed(plan, record)), "")
 
 
 @contextmanager
@@ -359,10 +393,10 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
 
 
 def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, lock: int | None = None) -> BuildReport:
-    """Bring the library up to date. The caller holds :func:`module_lock`.
+    """Make the library, if it is not there. The caller holds :func:`module_lock`.
 
-    A compiler that was killed, most likely for memory, is run again with no other beside it. A line tells of kernels that
-    spill registers, also where all was fresh.
+    A compiler that was killed, most likely for memory, is run again with no other beside it. What was compiled from files
+    that were edited meanwhile is compiled again. A line tells of kernels that spill registers, also where nothing was made.
 
     Args:
         plan: The plan of the library to build.
@@ -371,7 +405,7 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
         lock: The lock's descriptor.
 
     Returns:
-        The report of what was done; empty when all was fresh.
+        The report of what was done; nothing when the library was there.
 
     Raises:
         UntrustedCacheError: another user can write to the module's folder, or has.
@@ -382,16 +416,20 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
     started, cpu = time.monotonic(), _compilers_cpu()
     try:
         require_trusted_tree(plan.folder)
-        reason = why_stale(plan)
-        made = _bring_up_to_date(plan, reason, verbose, max_jobs, lock) if reason else []
-        _tell_of_spills(plan)
+        compiled: dict[str, None] = {}
+        linked = False
+        while (library := (keys := Keys(plan)).find()) is None:
+            attempt = _Attempt(plan, keys, verbose, max_jobs, lock)
+            linked = attempt.make()
+            compiled |= dict.fromkeys(attempt.compiled)
+        _point(plan, library)
+        _tell_of_spills(plan, keys)
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None
     except OSError as error:
         raise explain_os_error(plan.name, plan.folder, error) from error
-    compiled = [name for name in made if name != plan.library.name]
-    return BuildReport(compiled, compiled != made, _compilers_cpu() - cpu, time.monotonic() - started)
+    return BuildReport(library, [*compiled], linked, _compilers_cpu() - cpu, time.monotonic() - started)
 
 
 def _compilers_cpu() -> float:
@@ -399,53 +437,98 @@ def _compilers_cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _bring_up_to_date(
-    plan: ModulePlan, reason: str, verbose: bool, max_jobs: int | None, lock: int | None
-) -> list[str]:
-    """Run ninja; the names of what it made, objects and library."""
-    make_folder(plan.folder / "obj")
-    write_atomically(plan.ninja_path, plan.ninja_text)
-    _remove_stale(plan)
-    jobs, decided_by = parallel_jobs(plan.job_memory, max_jobs)
-    began = time.time()
-    scratch = plan.folder / "tmp"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed
-    make_folder(scratch)
-    try:
-        _note_spills(plan)  # of a build that was killed
-        plan.log.unlink(missing_ok=True)
-        plan.log.touch(mode=0o644)
-        with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
-            about = f"{plan.name}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}, {platform.platform()}"
-            head = f"{reason}; {jobs} compilers at once ({decided_by})"
-            log.write(f"# {about}\n# {plan.description}\n# {head}\n")
-            _logger.info("building %s: %s", plan.name, head)
-            made: list[str] = []
-            for together in dict.fromkeys((jobs, 1)):
-                status, output = _run_ninja(plan, together, verbose, lock, log)
-                made += [name for _, _, name in re.findall(_DONE, output, re.MULTILINE)]
-                if status == 0:
-                    break
-                name, status, said = _failure(status, output)
-                if together > 1 and was_killed(status, said):
-                    continue
+class _Attempt:
+    """Compiles the objects of some keys that are missing, and links them.
+
+    Commands write into ``tmp``. What they made is moved to the name that its key gives it when the files are still those
+    of the key, so that a builder that is killed leaves nothing false, and its compilers, which go on, neither.
+
+    Attributes:
+        compiled: Names of the objects that were compiled.
+    """
+
+    def __init__(self, plan: ModulePlan, keys: Keys, verbose: bool, max_jobs: int | None, lock: int | None) -> None:
+        self._plan, self._keys, self._verbose, self._lock = plan, keys, verbose, lock
+        self._jobs, self._decided_by = parallel_jobs(plan.job_memory, max_jobs)
+        self._scratch = plan.folder / "tmp"
+        self._objects = {path: plan.folder / "obj" / path for path in keys.objects.values()}
+        self._edited: dict[str, None] = {}
+        self._progress, self._steps = Progress(plan.name), 0
+        self.compiled: list[str] = []
+
+    def _missing(self) -> list[str]:
+        return [path for path, made in self._objects.items() if not made.is_file()]
+
+    def make(self) -> bool:
+        """Whether there is a library now; else a file was edited meanwhile, so that the keys are others."""
+        plan = self._plan
+        shutil.rmtree(self._scratch, ignore_errors=True)  # of a build that was killed
+        for path, made in self._objects.items():
+            make_folder(made.parent)
+            make_folder((self._scratch / path).parent)
+            if made.is_file() and not made.stat().st_size:  # what a system that lost its power had just written
+                made.unlink()
+        missing = self._missing()
+        self._steps = len(missing) + 1
+        write_atomically(plan.ninja_path, self._keys.ninja_text)
+        try:
+            _note_spills(plan)  # of a build that was killed
+            plan.log.unlink(missing_ok=True)
+            plan.log.touch(mode=0o644)
+            with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
+                about = f"{plan.name}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}, {platform.platform()}"
+                head = (
+                    f"{len(missing)} of {len(self._objects)} objects are missing; "
+                    f"{self._jobs} compilers at once ({self._decided_by})"
+                )
+                log.write(f"# {about}\n# {plan.description}\n# {head}\n")
+                _logger.info("building %s: %s", plan.name, head)
+                self._run(self._missing, log)
+                if not self._edited:
+                    self._run(lambda: [plan.library.name], log)
+            if not self._edited:
+                _install(plan, self._keys)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        for path in self._edited:
+            _logger.warning("%s was edited while %s was built; it is built again", path, plan.name)
+        _note_spills(plan)
+        return not self._edited
+
+    def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
+        """Have ninja make what ``paths`` gives; once more, one by one, what is missing behind a compiler that was killed."""
+        plan = self._plan
+        for jobs in dict.fromkeys((self._jobs, 1)):
+            left = [f"tmp/{path}" for path in paths()]
+            status, output = (
+                _run_ninja(plan, left, jobs, self._verbose, self._lock, log, self._keep) if left else (0, "")
+            )
+            if status == 0:
+                return
+            name, status, said = _failure(status, output)
+            if jobs == 1 or not was_killed(status, said):
                 what = f"{name}: {first_error_line(said) or f'exit status {status}'}"
                 raise JitBuildError(plan.name, what, plan.log, hint_for(status, said))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    _record_inputs(plan, began)
-    _note_spills(plan)
-    _logger.info("%s is built", plan.name)
-    return list(dict.fromkeys(made))  # a compiler that was killed has a line as well
+
+    def _keep(self, path: str) -> None:
+        """Move what a step made to its place, if it is an object, and of the files that its key says."""
+        name, made = path.rpartition("/")[2], self._scratch / path
+        if path in self._objects and made.is_file():
+            self.compiled.append(name)
+            if edited := self._keys.files.changed(self._keys.sources[name]):
+                self._edited |= dict.fromkeys(edited)
+            else:
+                made.replace(self._objects[path])
+        self._progress.tell(self._steps - len(self._missing()) - (path in self._objects), self._steps, name)
 
 
 def _spilling(plan: ModulePlan) -> dict[str, int]:
-    """``spills.json``: name of an object -> bytes; empty if it is not there, or no such thing."""
+    """``spills.json``: path of an object in ``obj`` -> bytes; empty if it is not there, or no such thing."""
     try:
         data = json.loads(read_file(plan.folder / "spills.json"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {name: size for name, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
+    return {path: size for path, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
 
 
 def _note_spills(plan: ModulePlan) -> None:
@@ -457,69 +540,64 @@ def _note_spills(plan: ModulePlan) -> None:
     spilling = _spilling(plan)
     # A compiler's output follows the line of its command.
     _, *said = re.split(_DONE, log, flags=re.MULTILINE)
-    spilling.update(zip(said[2::4], map(local_memory, said[3::4]), strict=True))
-    names = {step.name for step in plan.steps}
-    spilling = {name: size for name, size in spilling.items() if size and name in names}
+    made = [f"{folder}{name}".removeprefix("tmp/") for folder, name in zip(said[2::5], said[3::5], strict=True)]
+    spilling.update(zip(made, map(local_memory, said[4::5]), strict=True))
+    spilling = {path: size for path, size in spilling.items() if size and (plan.folder / "obj" / path).is_file()}
     write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
 
 
-def _tell_of_spills(plan: ModulePlan) -> None:
-    spilling = _spilling(plan)
+def _tell_of_spills(plan: ModulePlan, keys: Keys) -> None:
+    recorded = _spilling(plan)
+    spilling = {name: recorded[path] for name, path in keys.objects.items() if path in recorded}
     if spilling:
         compiler = next(step.compiler for step in plan.steps if step.name in spilling)
         _logger.warning("%s", spill_warning(plan.name, compiler_identity(compiler), spilling))
 
 
-def _remove_stale(plan: ModulePlan) -> None:
-    """Remove the objects whose files have other contents than when they were made, and a damaged library."""
-    record = _read_record(plan)
-    if record is None:  # nobody knows what the objects were made of
-        shutil.rmtree(plan.folder / "obj", ignore_errors=True)
-        make_folder(plan.folder / "obj")
-        record = {}
-    changed = set(_changed(plan, record))
-    if changed:
-        for output, files in {**_dependencies(plan), plan.library.name: [plan.library.name]}.items():
-            if not changed.isdisjoint(files):
-                (plan.folder / output).unlink(missing_ok=True)
-    # Steps that are compiled from now on read these files as they are now: record that, in case this build is killed.
-    record.update((path, hash_file(plan.folder / path) or "") for path in changed)
-    record.pop(plan.library.name, None)
-    _write_record(plan, record)
+def _install(plan: ModulePlan, keys: Keys) -> None:
+    """Give the library that was linked its name, and remove what bears other keys."""
+    linked = plan.folder / "tmp" / plan.library.name
+    digest = hash_file(linked)
+    if digest is None:
+        raise JitBuildError(plan.name, f"ninja made no {linked.name}", plan.log)
+    library = plan.folder / f"{plan.name}-{keys.library}-{digest[:16]}.so"
+    linked.replace(library)
+    for path in plan.folder.glob(f"{glob.escape(plan.name)}-*.so"):
+        if path != library:
+            path.unlink()
+    kept = {path.partition("/")[0] for path in keys.objects.values()}
+    for path in (plan.folder / "obj").iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _logger.info("%s is built", plan.name)
 
 
-def _record_inputs(plan: ModulePlan, began: float) -> None:
-    """Write down what a library was made from that ninja has just brought up to date."""
-    files = {path for read in _dependencies(plan).values() for path in read}
-    record = {path: hash_file(plan.folder / path) or "" for path in sorted({plan.library.name, *files})}
-    now = time.time()
-    for path in files:
-        with contextlib.suppress(OSError):
-            if began <= os.stat(path).st_mtime <= now:
-                _logger.warning("%s was edited while %s was built; build again", path, plan.name)
-                record[path] = ""
-    _write_record(plan, record)
+def _point(plan: ModulePlan, library: Path) -> None:
+    """Let the module's link lead to its library."""
+    if library.parent == plan.folder and plan.library.resolve() != library.resolve():
+        scratch = plan.folder / f".{plan.name}.so"
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(library.name)
+        scratch.replace(plan.library)
 
 
-def _dependencies(plan: ModulePlan) -> dict[str, list[str]]:
-    """For each object the absolute paths of the files that it was compiled from, as ninja keeps them."""
-    listing = subprocess.run([find_ninja(), "-t", "deps"], cwd=plan.folder, capture_output=True, text=True).stdout
-    found: dict[str, list[str]] = {}
-    folder, read = os.path.realpath(plan.folder), []
-    for line in listing.splitlines():
-        if line.startswith("    "):
-            read.append(os.path.normpath(os.path.join(folder, line[4:])))
-        elif line:
-            read = found.setdefault(line.split(": #deps")[0], [])
-    return found
+def _run_ninja(
+    plan: ModulePlan,
+    paths: Sequence[str],
+    jobs: int,
+    verbose: bool,
+    lock: int | None,
+    log: IO[str],
+    keep: Callable[[str], None],
+) -> tuple[int, str]:
+    """Have ninja make ``paths``; its exit status, and its output, which also goes to the log.
 
-
-def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log: IO[str]) -> tuple[int, str]:
-    """Run ninja; its exit status, and its output, which also goes to the log."""
+    ``keep`` gets the path in ``tmp`` of each step that ended, well or not.
+    """
     # Relative: nvcc has a shell expand a $ in TMPDIR.
     environment = {**os.environ, "TMPDIR": "tmp", "NINJA_STATUS": NINJA_STATUS}
     process = subprocess.Popen(
-        [*PRIVATE, find_ninja(), "--verbose", "-j", str(jobs)],
+        [*PRIVATE, find_ninja(), "--verbose", "-j", str(jobs), *paths],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -530,7 +608,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
         text=True,
         errors="replace",
     )
-    lines, progress = [], Progress(plan.name)
+    lines = []
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -539,8 +617,8 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
             log.flush()
             if verbose:
                 print(line, end="", file=sys.stderr, flush=True)
-            if step := finished_step(line):
-                progress.tell(*step)
+            if done := re.match(_DONE, line):
+                keep(f"{done[3]}{done[4]}".removeprefix("tmp/"))
         process.wait()
     finally:
         process.terminate()
@@ -551,7 +629,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
 def _failure(status: int, output: str) -> tuple[str, int, str]:
     """Read ninja's output: the step that failed first, its exit status, and what its command printed."""
     block = re.search(
-        r"^FAILED: (?:\[code=(\d+)\] )?(?:obj/)?(\S+).*\n.*\n((?:(?!\[\d+/|ninja: |FAILED: ).*\n)*)", output, re.M
+        r"^FAILED: (?:\[code=(\d+)\] )?(?:\S*/)?(\S+).*\n.*\n((?:(?!\[\d+/|ninja: |FAILED: ).*\n)*)", output, re.M
     )
     if block is None:
         return "ninja", status, output

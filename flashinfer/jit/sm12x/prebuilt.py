@@ -3,12 +3,12 @@
 
 What the wheel puts on ``sys.path``::
 
-    flashinfer_sm12x_kernels/manifest.json            what each library was made from, and its digest
+    flashinfer_sm12x_kernels/manifest.json            the content key of each library, and its digest
     flashinfer_sm12x_kernels/fused_moe_120-121a.so    a module, compiled for one list of architectures
 
-A library is used if a build would compile the same: flags, architectures, sources, and the headers of this tree and of
-the pinned wheel are what they were. The compiler, CUDA's headers and the system's are the wheel's own affair, since the
-machine that loads it may have none of them.
+A library is used if its key is the one that the module has here: flags, architectures, sources, and the headers of this
+tree and of the pinned wheel are what they were. The compiler, CUDA's headers and the system's are the wheel's own affair,
+since the machine that loads it may have none of them.
 
 Owner and mode do not count here, as they do in a cache (``trust``): the package lies where Python takes its code from,
 so whoever may write there has code run without it. The digest guards against damage, not against them.
@@ -16,36 +16,32 @@ so whoever may write there has code run without it. The digest guards against da
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
-import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import tvm_ffi
 
-from flashinfer._layer import fork_root, wheel_root
 from flashinfer._version import __fork_version__
 
-from .. import core, cpp_ext
-from .. import env as jit_env
-from .build import hash_file
+from .content_key import hash_file
 
 PACKAGE = "flashinfer_sm12x_kernels"
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 
 class Spec(Protocol):
     """What is asked of a module's JIT spec."""
 
     name: str
-    sources: list[Path]
-    extra_cuda_cflags: list[str] | None
     architectures: tuple[tuple[int, str], ...]
+
+    @property
+    def content_key(self) -> str: ...
 
 
 class _Unfit(Exception):
@@ -60,55 +56,6 @@ def ffi_series() -> str:
 def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
     """Such as ``12.0f 12.1a``, as ``FLASHINFER_CUDA_ARCH_LIST`` has it."""
     return " ".join(f"{major}.{minor}" for major, minor in sorted(architectures))
-
-
-@functools.cache
-def _folders(generated: Path) -> dict[str, str]:
-    named = {"tree": fork_root(), "generated": generated, "wheel": wheel_root()}
-    return {name: os.path.realpath(folder) for name, folder in named.items()}
-
-
-def folders() -> dict[str, str]:
-    """Name -> folder, of what is compiled and lies elsewhere in another checkout, environment or cache."""
-    return _folders(jit_env.FLASHINFER_GEN_SRC_DIR)
-
-
-def name_of(path: str | Path) -> str:
-    """``<name>:<path in it>`` of a file in the innermost of :func:`folders` that holds it; else its path."""
-    path = os.path.realpath(path)
-    holding = {folder: name for name, folder in folders().items() if path.startswith(f"{folder}/")}
-    inner = max(holding, key=len, default="")
-    return f"{holding[inner]}:{path[len(inner) + 1 :]}" if holding else path
-
-
-def path_of(name: str) -> str:
-    """The file here that :func:`name_of` gave this name to there.
-
-    Raises:
-        KeyError: there is no such folder.
-    """
-    folder, _, rest = name.partition(":")
-    return os.path.join(folders()[folder], rest)
-
-
-def inputs_of(spec: Spec, files: Iterable[str]) -> dict[str, Any]:
-    """The inputs that decide a module's code, as they are here and now.
-
-    Args:
-        spec: The module.
-        files: The files of :func:`folders` that compilers read, by name.
-
-    Returns:
-        ``flags``, ``sources`` and ``files`` (name -> SHA-256, None of one that is not there), comparable between machines.
-    """
-    flags = [*core.common_nvcc_flags, *(spec.extra_cuda_cflags or ())]
-    for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
-        flags += cpp_ext.parse_env_flags(variable)
-    return {
-        "flags": [flag for flag in flags if not flag.startswith("--threads=")],
-        "sources": [name_of(source) for source in spec.sources],
-        "files": {name: hash_file(path_of(name)) for name in files},
-    }
 
 
 def find(spec: Spec) -> tuple[Path | None, str]:
@@ -154,21 +101,13 @@ def _library_for(spec: Spec, folder: Path, built: dict[str, Any]) -> Path:
     if wanted not in built:
         raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")
     recorded = built[wanted]
-    here = inputs_of(spec, recorded["files"])
-    for file, content in recorded["files"].items():
-        if here["files"][file] is None or here["files"][file] != content:
-            raise _Unfit(f"{path_of(file)} is not what it was built from")
-    for what in ("flags", "sources"):
-        if here[what] != recorded[what]:
-            raise _Unfit(f"it was built with other {what}: {_difference(recorded[what], here[what])}")
+    key = spec.content_key
+    if recorded["key"] != key:
+        raise _Unfit(
+            f"it was built from other sources, headers or flags: its content key is {recorded['key']}, here it is {key}"
+        )
     library = folder / recorded["library"]
     digest = hash_file(library)
     if digest is None or digest != recorded["sha256"]:
         raise _Unfit(f"{library} is missing, truncated or altered: its digest is not that of {MANIFEST}")
     return library
-
-
-def _difference(before: Sequence[str], now: Sequence[str]) -> str:
-    """The entries that only one of the two lists has; or the words that the order differs, where that is all."""
-    changes = [f"-{each}" for each in before if each not in now] + [f"+{each}" for each in now if each not in before]
-    return ", ".join(changes) or "their order"

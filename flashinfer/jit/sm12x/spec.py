@@ -7,6 +7,7 @@ To the registry, the AOT entry, the command line and whoever calls ``build_and_l
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -15,11 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from flashinfer._layer import fork_root, wheel_root
+
 from ...sm12x import variables
 from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
 from . import prebuilt, toolchain
+from .content_key import Files, key_of, namer, searched_by
 from .diagnosis import JitBuildError
 from .jobs import DEFAULT_JOB_MEMORY
 from .trust import require_trusted_tree
@@ -61,6 +65,34 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         core.replace_registered(adopted)
         return adopted
 
+    @property
+    def roots(self) -> dict[str, str]:
+        """Name -> folder, of what is compiled and lies elsewhere in another checkout, environment or cache."""
+        tree = {name: fork_root() / name for name in ("csrc", "include", "3rdparty")}
+        named = {**tree, "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()}
+        return {name: os.path.realpath(folder) for name, folder in named.items()}
+
+    @property
+    def content_key(self) -> str:
+        """The key that a prebuilt library bears: of the flags, the sources and this tree's and the pinned wheel's headers.
+
+        It is the same on every machine, also one without a compiler.
+        """
+        name = namer(self.roots)
+        flags = [*core.common_nvcc_flags, *(self.extra_cflags or ()), *(self.extra_cuda_cflags or ())]
+        for variable in ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
+            flags += cpp_ext.parse_env_flags(variable)
+        folders, files = searched_by(flags, os.curdir)
+        folders += map(os.path.realpath, (*(self.extra_include_dirs or ()), *cpp_ext.upstreams_includes()))
+        folders = [folder for folder in folders if name(folder) != folder]
+        sources = [os.path.realpath(source) for source in self.sources]
+        read = Files().read_by([*sources, *files], folders)
+        return key_of(
+            [name(flag) for flag in flags if not flag.startswith(engine.WITHOUT_EFFECT)],
+            [name(source) for source in sources],
+            sorted((name(path), digest) for path, digest in read.items()),
+        )
+
     @cached_property
     def prebuilt(self) -> Path | None:
         """The library of an installed wheel of kernels that takes the place of a build; a line says why one does not."""
@@ -74,7 +106,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @cached_property
     def plan(self) -> engine.ModulePlan:
-        """The plan of what is built and where: in the cache, or in a read-only cache if the library there is fresh.
+        """The plan of what is built and where.
 
         Raises:
             ToolchainError: there is no CUDA compiler, or one too old for the architectures.
@@ -82,6 +114,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         """
         toolkit = cpp_ext.find_toolkit()
         toolchain.require_architectures(toolkit, self.architectures)
+        read_only = jit_env.PREBUILT_JIT_DIR and jit_env.PREBUILT_JIT_DIR / self.name
         plan = engine.ModulePlan(
             name=self.name,
             folder=self.build_dir,
@@ -91,13 +124,11 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             link_flags=self._link_flags(toolkit),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
+            roots=self.roots,
+            read_only=read_only,
         )
-        if jit_env.PREBUILT_JIT_DIR is not None:
-            read_only = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
-            require_trusted_tree(read_only.folder)
-            if not engine.why_stale(read_only):
-                plan = read_only
-        require_trusted_tree(plan.folder)
+        for folder in filter(None, (plan.folder, plan.read_only)):
+            require_trusted_tree(folder)
         core.require_trusted_sources(self.sources)
         return plan
 
@@ -154,7 +185,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return ()
 
     def try_load(self) -> Any:
-        """The module from an installed wheel of kernels, or from the cache, if it is fresh; else None."""
+        """The module from an installed wheel of kernels, or from the cache; None where neither has what would be built."""
         if self.prebuilt is not None:
             try:
                 return self.load(self.prebuilt)
@@ -162,10 +193,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
                 self._pass_over(f"it does not load: {error}")
                 self.prebuilt = None
         try:
-            if reason := engine.why_stale(self.plan):
-                core.logger.debug("%s in the cache is stale: %s", self.name, reason)
-                return None
-            return self.load(self.plan.library)
+            library = engine.find_library(self.plan)
+            return self.load(library) if library is not None else None
         except (toolchain.ToolchainError, OSError, RuntimeError) as error:
             core.logger.debug("%s in the cache cannot be used: %s", self.name, error)
             return None
@@ -177,7 +206,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         max_jobs: int | None = None,
         lock: int | None = None,
     ) -> engine.BuildReport:
-        """Bring the library in the cache up to date, whatever is prebuilt.
+        """Make the library in the cache, if it is not there, whatever is prebuilt.
 
         Args:
             verbose: Show commands and compiler output; ``FLASHINFER_JIT_VERBOSE=1`` when omitted.
@@ -186,7 +215,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             lock: The descriptor of a lock that the caller holds, for the compilers to hold as well.
 
         Returns:
-            The report of what was done; empty when all was fresh.
+            The report of what was done; nothing when the library was there.
 
         Raises:
             MissingJITCacheError: ``FLASHINFER_DISABLE_JIT`` is set.
@@ -206,7 +235,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             return engine.build(self.plan, verbose, max_jobs, held)
 
     def build_and_load(self) -> Any:
-        """Load the module, building it first if it is not fresh. Processes that want it at once build it once.
+        """Load the module, building it first if it is not there. Processes that want it at once build it once.
 
         Raises:
             The errors of :meth:`build`.
@@ -218,8 +247,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             module = self.try_load()
             if module is not None:
                 return module
-            self.build(lock=lock)
-        return self.load(self.plan.library)
+            return self.load(self.build(lock=lock).library)
 
     @property
     def lock_path(self) -> Path:
