@@ -52,8 +52,8 @@ from timing import (
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.sm12x.devices import has_block_scaled_mma
+from flashinfer.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.testing import MoEInputs, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process

@@ -43,8 +43,8 @@ from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates
 from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x.instances import INSTANCES, Instance, candidates
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
 from flashinfer.testing.decode_reference import make_decode_case

@@ -130,7 +130,7 @@ def _installed_elsewhere() -> Path | None:
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .jit.sm12x.instances import INSTANCES, MAIN_MODULE
+    from .sm12x.instances import INSTANCES, MAIN_MODULE
 
     others = [row for row in INSTANCES if row not in MAIN_MODULE] if everything else []
     return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from flashinfer.autotuner import AutoTuner
 
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
 from flashinfer.sm12x import tune
+from flashinfer.sm12x.instances import INSTANCES, SM12X
 from flashinfer.testing import virtual_device
 
 

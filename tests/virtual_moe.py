@@ -13,7 +13,7 @@ from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 

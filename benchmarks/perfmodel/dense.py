@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashinfer.jit.sm12x.instances import ROW_TILE, Instance
+from flashinfer.sm12x.instances import ROW_TILE, Instance
 from flashinfer.sm12x.models import matrix_bytes
 
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times

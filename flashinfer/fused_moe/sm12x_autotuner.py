@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..autotuner import TunableRunner
-from ..jit.sm12x.instances import INSTANCES, candidates, index_of
-from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, padded_scales
+from ..sm12x.instances import INSTANCES, candidates, index_of
+from ..sm12x.instances import tactic as number
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
 from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem

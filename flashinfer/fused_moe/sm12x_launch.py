@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
-from ..jit.sm12x.instances import INSTANCES, MAIN_MODULE, candidates
 from ..sm12x.backend import Backend, kernels, workspace_size
+from ..sm12x.instances import INSTANCES, MAIN_MODULE, candidates
 from .sm12x_planner import plan_moe
 from .sm12x_validation import MoECall, MoEProblem
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES
 from ..sm12x import tune
 from ..sm12x.backend import kernels, plain_torch
 from ..sm12x.devices import checks_values
+from ..sm12x.instances import INSTANCES
 from ..sm12x.operator import OutputOperator
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu

@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, candidates
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
+from ..sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, candidates
 from .sm12x_validation import Mode
 
 

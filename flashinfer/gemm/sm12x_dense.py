@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 
-from ..jit.sm12x.instances import Format, Instance
 from ..quantization.block_scaled import LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
@@ -35,6 +34,7 @@ from ..sm12x.checks import (
     require_tensor_type,
 )
 from ..sm12x.devices import require_served
+from ..sm12x.instances import Format, Instance
 from ..sm12x.operator import OutputOperator
 from .sm12x_dense_launch import (
     BF16,
@@ -225,7 +225,7 @@ def dense_block_scaled(
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
-        Forces an instance by number or name (``jit.sm12x.instances.DENSE_INSTANCES``); by default the one that upstream's
+        Forces an instance by number or name (``sm12x.instances.DENSE_INSTANCES``); by default the one that upstream's
         autotuner found, inside ``autotune(True)`` or before, else the planner's.
 
     Returns

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
 from ..quantization.block_scaled import LAYOUTS
 from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
+from ..sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 
 DEQUANTIZED_BYTES = 64 << 20
 """Bytes of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""

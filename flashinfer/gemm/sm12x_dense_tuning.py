@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
 from ..quantization import mx_cpu
 from ..sm12x import tune
 from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
+from ..sm12x.instances import DENSE_INSTANCES, Instance
 from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch
 
 OPERATOR = "flashinfer::sm12x_dense_mx"

@@ -28,9 +28,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
 from ..utils import device_support_pdl, get_device_sm_count
 from . import devices, variables
+from .instances import INSTANCES, SM12X, Instance
 
 VIRTUAL = "flashinfer.testing.virtual_device"
 """The module that has the virtual device, imported only where one is asked for."""

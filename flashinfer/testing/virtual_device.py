@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from flashinfer._layer import fork_root
-from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.sm12x import variables
+from flashinfer.sm12x.instances import INSTANCES
 
 from .error_bounds import SM120_SUM_BITS
 

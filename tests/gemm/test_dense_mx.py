@@ -25,7 +25,7 @@ from flashinfer.gemm.sm12x_dense_launch import (
     instance,
 )
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import Format
+from flashinfer.sm12x.instances import Format
 from flashinfer.testing import DenseCase, DenseInputs, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, WEIGHTS, dense_inputs_with_not_numbers
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on

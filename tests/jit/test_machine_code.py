@@ -18,8 +18,8 @@ import pytest
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import build, inspect_sass, modules, toolchain
-from flashinfer.jit.sm12x.instances import INSTANCES, MAIN_MODULE
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE
 
 try:
     toolchain.discover()

@@ -26,8 +26,8 @@ from flashinfer.jit import core
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules, prebuilt
 from flashinfer.jit.sm12x.build import hash_file
-from flashinfer.jit.sm12x.instances import HOPPER, SM12X
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.sm12x.instances import HOPPER, SM12X
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer
-from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 from flashinfer.sm12x import devices
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 
 
 def numbers(tactics: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from flashinfer.__main__ import cli
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES
 
 
 def plan(*options: str) -> Result:

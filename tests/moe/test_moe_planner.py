@@ -12,7 +12,7 @@ from perfmodel import gb10, moe, step
 
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance, candidates
+from flashinfer.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance, candidates
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").

@@ -15,8 +15,8 @@ from moe_recording import RecordingModule, layer_arguments, logged
 import flashinfer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
+from flashinfer.sm12x import instances
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16

@@ -22,7 +22,7 @@ from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import (
+from flashinfer.sm12x.instances import (
     GEMM_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,

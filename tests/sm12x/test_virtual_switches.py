@@ -21,7 +21,8 @@ from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.gemm import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose
-from flashinfer.jit.sm12x.instances import (
+from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
+from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,
@@ -31,7 +32,6 @@ from flashinfer.jit.sm12x.instances import (
     Format,
     Instance,
 )
-from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,

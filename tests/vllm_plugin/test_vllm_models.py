@@ -320,7 +320,7 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
     """With what Hopper's planner may choose besides, which a request would wait for."""
     from flashinfer.fused_moe import sm12x_launch
-    from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
+    from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
     from flashinfer_sm12x_vllm import moe
 
     monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
