@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time an MXFP4 MoE layer from expert ids to output, beside its floor and beside what others have.
+"""Time an MXFP4 or NVFP4 MoE layer from expert ids to output, beside its floor and beside what others have.
 
     make bench
     make bench BENCH_ARGS="--models gpt-oss-20b --tokens 1,8,64 --modes 0 --tactics all"
+    make bench BENCH_ARGS="--models qwen3.6-35b-a3b"   # in NVFP4
     make bench BENCH_ARGS=--upstream                # on SM12x: upstream's module too
     make bench BENCH_ARGS=--host                    # what a call costs the host, in Python and in the launcher
     make bench BENCH_ARGS="--render moe.json"       # table and plot of an earlier run, no GPU needed
@@ -55,12 +56,12 @@ from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.devices import has_block_scaled_mma
 from flashinfer.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.testing import MoEInputs, moe_reference
-from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route, rows_of
+from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, MODES_OF, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 from flashinfer_sm12x_doctor.probe.timing import StreamingRead, time_graph
 
-TITLE = "MXFP4 MoE layer"
+TITLE = "MXFP4 and NVFP4 MoE layers"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
 PREDICTED_MODES = (1, 2)  # mode 0's GEMMs are mode 1's
@@ -85,7 +86,8 @@ def measure(arguments: argparse.Namespace, device: str = "cuda") -> list[Row]:
         for batch in of_model:
             floor, experts, size = read.time(batch.inputs, arguments.repeats)
             what = {"model": model, "tokens": batch.num_tokens, "experts": experts, "MB": size / 1e6}
-            ours = {MODE_NAMES[mode]: measure_ours(arguments, batch.of_mode(mode), mode) for mode in arguments.modes}
+            modes = [mode for mode in arguments.modes if mode in MODES_OF[batch.inputs.weights]]
+            ours = {MODE_NAMES[mode]: measure_ours(arguments, batch.of_mode(mode), mode) for mode in modes}
             rows.append(Row(what, {"read us": floor}, ours))
     return rows
 
@@ -121,7 +123,7 @@ def measure_ours(arguments: argparse.Namespace, inputs: MoEInputs, mode: int) ->
     call = layer_call(inputs)
     entry = measured(call, share_of_bound(call()[rows], *expected), arguments.repeats)
     entry.tactics = "/".join(dict.fromkeys(planned_tactics(inputs, mode)))
-    for name in forced_tactics(arguments.tactics, mode):
+    for name in forced_tactics(arguments.tactics, mode, inputs.weights):
         call = layer_call(inputs, [tactic(name)] * 2)
         entry.used = max(entry.used or 0.0, share_of_bound(call()[rows], *expected))
         entry.forced[name] = time_graph(call, arguments.repeats).median
@@ -155,13 +157,16 @@ def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[str, str]:
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     block_scaled = has_block_scaled_mma(inputs.input.device.index)
-    fc1, fc2 = plan_moe(tokens, top_k, experts, hidden, 2 * half, mode, block_scaled)
+    sizes = tokens, top_k, experts, hidden, 2 * half
+    fc1, fc2 = plan_moe(*sizes, mode, block_scaled, weights=inputs.weights)
     return INSTANCES[fc1].name, INSTANCES[fc2].name
 
 
-def forced_tactics(wanted: str, mode: int) -> list[str]:
-    """Names in ``--tactics`` that fit ``mode``; ``all``: of SM12x's table."""
-    names = [row.name for row in (SM12X if wanted == "all" else INSTANCES) if row.activation == Mode(mode).activation]
+def forced_tactics(wanted: str, mode: int, weights: str) -> list[str]:
+    """Names in ``--tactics`` that fit ``mode`` and the experts' format; ``all``: of SM12x's table."""
+    fitting = (weights, Mode(mode).activation)
+    table = SM12X if wanted == "all" else INSTANCES
+    names = [row.name for row in table if (row.weights, row.activation) == fitting]
     return names if wanted == "all" else [name for name in wanted.split(",") if name in names]
 
 

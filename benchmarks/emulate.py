@@ -38,18 +38,19 @@ import flashinfer
 from flashinfer._layer import fork_root
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
+from flashinfer.fused_moe.sm12x_launch import moe_module
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.instances import INSTANCES, Instance, candidates
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS
-from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAMES
+from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAMES, MODES_OF
+from flashinfer.testing.moe_layers import MODELS as LAYERS
 from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 from flashinfer_sm12x_doctor.probe import layer as probed
@@ -138,7 +139,8 @@ def emulate_moe(
 ) -> tuple[torch.Tensor, list[Any]]:
     """One batch on the virtual device: its expert ids and its launches."""
     top_k = EMULATED_EXPERTS
-    inputs = make_moe_inputs(MoECase(run.tokens, layer.hidden, layer.inter, run.experts, top_k, mode), 0)
+    case = MoECase(run.tokens, layer.hidden, layer.inter, run.experts, top_k, mode, weights=layer.weights)
+    inputs = make_moe_inputs(case, 0)
     inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
     named = {**inputs.arguments(), "profile_ids": [INSTANCES[each].number for each in tactics]}
     return inputs.token_selected_experts, launches_of(device, lambda: flashinfer.cutlass_fused_moe(**named))
@@ -188,6 +190,7 @@ def moe_lines(
     rows = [
         (layer, mode, count, planned(layer, mode, count))
         for layer, mode, count in itertools.product(layers, modes, tokens)
+        if mode in MODES_OF[layer.weights]
     ]
     wanted = list(dict.fromkeys((mode, tactics, layer[:2]) for layer, mode, _, tactics in rows))
     build_emulator()
@@ -198,7 +201,8 @@ def moe_lines(
             flush=True,
         )
         began = time.perf_counter()
-        device.module(gen_cutlass_fused_moe_sm120_module)
+        for weights in dict.fromkeys(layer.weights for layer in layers):
+            moe_module(device, weights)
         print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         for layer, mode, count, tactics in rows:
             key = (mode, tactics, layer[:2])
@@ -342,8 +346,9 @@ def say(table: str, floor: str, layers: str) -> None:
 @unless_impossible
 def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int]) -> None:
     """Print the table of MoE layers."""
-    lines = moe_lines([MOE_LAYERS[model] for model in models], tokens, modes, {})
-    names = [model for model in models for _ in range(len(modes) * len(tokens))]
+    lines = moe_lines([LAYERS[model] for model in models], tokens, modes, {})
+    of_each = [len([mode for mode in modes if mode in MODES_OF[LAYERS[model].weights]]) for model in models]
+    names = [model for model, count in zip(models, of_each, strict=True) for _ in range(count * len(tokens))]
     table = moe_table(list(zip(names, lines, strict=True)))
     say(table, "weights and scales of the touched experts", "MoE")
 

@@ -130,10 +130,11 @@ def _installed_elsewhere() -> Path | None:
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .sm12x.instances import INSTANCES, MAIN_MODULE
+    from .sm12x.instances import INSTANCES, MOE_WEIGHTS, is_alone
 
-    others = [row for row in INSTANCES if row not in MAIN_MODULE] if everything else []
-    return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]
+    formats = MOE_WEIGHTS if everything else MOE_WEIGHTS[:1]
+    others = [row for row in INSTANCES if is_alone(row)] if everything else []
+    return [*map(modules.gen_fused_moe_module, formats), *map(modules.gen_fused_moe_instance_module, others)]
 
 
 _FORMATS = click.Choice(["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"])

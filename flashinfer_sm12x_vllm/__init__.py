@@ -11,6 +11,7 @@ SM12x family is (:mod:`.devices`), where it is switched off, or where ``import f
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
+``nvfp4``        NVFP4 experts of any model
 ``dense``        QKV, O and the LM head in block-scaled formats
 ``lm_head``      the LM head's class
 ``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
@@ -71,7 +72,7 @@ def register() -> None:
 
         config.install()
         left = []
-        for part in ("experts", "dense", "head", "attention"):
+        for part in ("experts", "nvfp4", "dense", "head", "attention"):
             module = contacts.module(part)
             if module is None:
                 left.append(part)

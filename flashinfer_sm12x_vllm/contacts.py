@@ -119,6 +119,24 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.vllm": ("VllmConfig.lora_config",),
         "vllm.model_executor.utils": ("replace_parameter(3)",),
     },
+    "nvfp4": {
+        f"{MOE}.activation": ("MoEActivation.SILU", "MoEActivation.SWIGLUOAI_UNINTERLEAVE", "MoEActivation.SWIGLUSTEP"),
+        f"{MOE}.experts.flashinfer_cutlass_moe": (
+            "FlashInferExperts._supports_no_act_and_mul <- ()",
+            "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, "
+            "activation)",
+            *(f"FlashInferExperts.{name}" for name in ("g1_alphas", "g2_alphas")),
+        ),
+        f"{MOE}.oracle.nvfp4": (
+            "NvFp4MoeBackend.FLASHINFER_CUTLASS",
+            "select_nvfp4_moe_backend(0, config, weight_key, activation_key)",
+        ),
+        f"{LAYERS}.quantization.modelopt": ("select_nvfp4_moe_backend",),
+        f"{LAYERS}.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4": (
+            "select_nvfp4_moe_backend",
+        ),
+        f"{LAYERS}.quantization.utils.quant_utils": ("kNvfp4Static", "kNvfp4Dynamic"),
+    },
     "dense": {
         "vllm.config": ("set_current_vllm_config(1)",),
         "vllm.config.vllm": tuple(
@@ -241,7 +259,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Part -> module -> contacts in it."""
 
-NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",)}
+NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",), "nvfp4": ("experts",)}
 """Part -> others that it cannot be without; all of them need ``config``."""
 
 
@@ -348,6 +366,7 @@ def _assigned(cls: type) -> frozenset[str]:
 MODULES: Mapping[str, tuple[str, str]] = {
     "config": ("config", "all of gpt-oss is"),
     "experts": ("moe", "the experts are"),
+    "nvfp4": ("nvfp4", "NVFP4 experts are"),
     "dense": ("dense", "QKV, O and the LM head are"),
     "head": ("lm_head", "the LM head is"),
     "attention": ("attention", "the choice of the attention is"),

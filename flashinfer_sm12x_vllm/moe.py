@@ -51,6 +51,7 @@ ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None, "auto": None}
 # --moe-backend values that mean this operator.
 OUR_BACKENDS = ("auto", "flashinfer_cutlass")
 BLOCK_SIZE = 32
+CHOSEN = "chosen"  # the reason of a user who left the experts to vLLM
 # Modules of --lora-target-modules, by the last part of their names, whose adapters leave experts as they are.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 # Tensors that vLLM's experts make besides the weights.
@@ -151,7 +152,7 @@ class SM12xMxfp4Experts(SM12xExperts):
         return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        _require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+        require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
 
 
 class SM12xMxfp4AutoExperts(SM12xAutoExperts, SM12xMxfp4Experts):
@@ -183,20 +184,21 @@ def most_exact_tokens(moe: Any) -> float:
 
 
 @functools.cache
-def build(device_type: str, hidden: int, inter: int) -> str:
-    """Build ``fused_moe_120``, and what else layers of these sizes take, or find it built; why that failed, or an
-    empty text. Once a process, before weights are loaded."""
+def build(device_type: str, hidden: int, inter: int, weights: str = "mxfp4") -> str:
+    """Build ``fused_moe_120``, or ``fused_moe_120_nvfp4``, and what else layers of these sizes take, or find it built; why
+    that failed, or an empty text. Once a process, before weights are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     from flashinfer.fused_moe.sm12x_launch import prepare
 
-    logger.info("flashinfer-sm12x: building fused_moe_120, or finding it built")
+    name = "fused_moe_120" if weights == "mxfp4" else f"fused_moe_120_{weights}"
+    logger.info("flashinfer-sm12x: building %s, or finding it built", name)
     start = time.monotonic()
     try:
-        prepare(hidden, inter)
+        prepare(hidden, inter, weights=weights)
     except Exception as error:  # whatever a compiler or a linker can fail with
-        return f"fused_moe_120 could not be built: {error}"
-    logger.info("flashinfer-sm12x: fused_moe_120 is ready after %.0f s", time.monotonic() - start)
+        return f"{name} could not be built: {error}"
+    logger.info("flashinfer-sm12x: %s is ready after %.0f s", name, time.monotonic() - start)
     return ""
 
 
@@ -215,11 +217,11 @@ def adapters_change_experts() -> bool:
     return targets is None or any(name.rpartition(".")[2] not in ATTENTION for name in targets)
 
 
-def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM12xExperts) -> str:
-    """Why this MoE layer is left to vLLM and not to ``experts``, or an empty text."""
+def reason_of_the_server(moe: Any, chosen: Settings, backends: tuple[str, ...]) -> str:
+    """Why any MoE layer is left to vLLM by what a user asked for, or an empty text; ``backends`` mean this fork."""
     if chosen.moe == "vllm":
-        return "chosen"
-    if moe.moe_backend not in OUR_BACKENDS:
+        return CHOSEN
+    if moe.moe_backend not in backends:
         return f"--moe-backend {moe.moe_backend}"
     override = _user_moe_activation_override()
     if override not in (None, kMxfp8Dynamic):
@@ -227,22 +229,33 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
     parallel = moe.moe_parallel_config
     if moe.num_experts % parallel.ep_size:
         return f"{moe.num_experts} experts do not divide into {parallel.ep_size} ranks"
-    if parallel.enable_eplb:
-        return "expert load balancing (EPLB)"
-    if moe.is_lora_enabled and not issubclass(experts, SM12xMxfp4Experts):
-        return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
-    batched = parallel.use_batched_activation_format
+    return "expert load balancing (EPLB)" if parallel.enable_eplb else ""
+
+
+def reason_of_the_layer(
+    moe: Any, experts: type[SM12xExperts], weight_key: Any, activation_key: Any, weights: str = "mxfp4"
+) -> str:
+    """Why ``experts`` do not take this layer, or their kernels cannot be had, or an empty text."""
     formats = mk.FusedMoEActivationFormat
-    key = ACTIVATION_KEYS[chosen.choice("moe").activations]
-    if issubclass(experts, SM12xMxfp4Experts) and chosen.moe == "auto":
-        key = kMxfp8Dynamic  # as which vLLM's method prepares the weights
-    supported, reason = experts.is_supported_config(
-        experts, moe, kMxfp4Static, key, formats.BatchedExperts if batched else formats.Standard
-    )
+    batched = moe.moe_parallel_config.use_batched_activation_format
+    form = formats.BatchedExperts if batched else formats.Standard
+    supported, reason = experts.is_supported_config(experts, moe, weight_key, activation_key, form)
     if not supported:
         return str(reason)
     sizes = moe.hidden_dim, moe.intermediate_size_per_partition
-    return _fork_is_there() or build(torch.device(moe.device).type, *sizes)
+    return _fork_is_there() or build(torch.device(moe.device).type, *sizes, weights)
+
+
+def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM12xExperts) -> str:
+    """Why this layer of MXFP4 experts is left to vLLM and not to ``experts``, or an empty text."""
+    if reason := reason_of_the_server(moe, chosen, OUR_BACKENDS):
+        return reason
+    if moe.is_lora_enabled and not issubclass(experts, SM12xMxfp4Experts):
+        return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
+    key = ACTIVATION_KEYS[chosen.choice("moe").activations]
+    if issubclass(experts, SM12xMxfp4Experts) and chosen.moe == "auto":
+        key = kMxfp8Dynamic  # as which vLLM's method prepares the weights
+    return reason_of_the_layer(moe, experts, kMxfp4Static, key)
 
 
 def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
@@ -300,7 +313,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         table.log_once()
-        _require_contiguous_experts(layer.expert_map, self.moe.moe_parallel_config.ep_rank, self.moe.num_local_experts)
+        require_contiguous_experts(layer.expert_map, self.moe.moe_parallel_config.ep_rank, self.moe.num_local_experts)
         for name in ("w13_weight", "w13_weight_scale", "w13_bias"):
             _stack_up_over_gate(getattr(layer, name).data)
         for name in ("w13_weight_scale", "w2_weight_scale"):
@@ -324,11 +337,17 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
                 layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
 
 
-_built_for: Any = None  # vLLM's config when it last selected MXFP4 experts
+_built_for: Any = None  # vLLM's config when it last selected experts that a choice applies to
+
+
+def note_built() -> None:
+    """Remember that the model that vLLM is building has experts that the choice of ``moe`` applies to."""
+    global _built_for
+    _built_for = get_current_vllm_config_or_none()
 
 
 def were_built() -> bool:
-    """Whether the model that vLLM is building has MXFP4 experts, which gpt-oss's own are not counted among."""
+    """Whether :func:`note_built` was called for the model that vLLM is building, gpt-oss's own experts apart."""
     return _built_for is not None and _built_for is get_current_vllm_config_or_none()
 
 
@@ -339,8 +358,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def selected(moe: Any, activation_key: Any = None) -> Any:
-        global _built_for
-        _built_for = get_current_vllm_config_or_none()
+        note_built()
         reason = f"the checkpoint asks for activations of {activation_key}"
         if activation_key is None:
             reason = reason_against(moe, settings.current(), SM12xMxfp4Experts)
@@ -382,7 +400,7 @@ def install() -> None:
     flashinfer_cutlass_moe.activation_to_flashinfer_type = type_of  # vLLM's table lacks it
 
 
-def _require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:
+def require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:
     """Raise unless this rank's experts are ``[ep_rank * num_local, ...)``, which is what the operator takes."""
     if expert_map is None:
         return

@@ -67,8 +67,8 @@ def _matrices(form: str) -> Arguments:
     return made | {"a": tokens, "a_descale": mx_cpu.swizzle_128x4(token_scales), "b": values.t()}
 
 
-def _moe(mode: int) -> Arguments:
-    return make_moe_inputs(MoECase(3, 96, 64, 4, 2, mode), SEED).arguments()
+def _moe(mode: int, **more: Any) -> Arguments:
+    return make_moe_inputs(MoECase(3, 96, 64, 4, 2, mode, **more), SEED).arguments()
 
 
 def _step() -> Arguments:
@@ -125,6 +125,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
     "rmsnorm_dense_block_scaled": (rmsnorm_dense_block_scaled, _normed),
     "moe_step": (moe_step, _step),
+    "MoE, NVFP4": (flashinfer.cutlass_fused_moe, _out(lambda: _moe(2, weights="nvfp4"), "output", 3, 96)),
     "moe_step, ids": (moe_step, _out(lambda: _moe(2), "output", 3, 96)),
     "router_logits": (
         flashinfer.fused_moe.router_logits,

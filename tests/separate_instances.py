@@ -16,7 +16,7 @@ from typing import Any
 
 from flashinfer.fused_moe import sm12x_launch
 from flashinfer.jit import fused_moe
-from flashinfer.jit.sm12x import modules
+from flashinfer.sm12x import instances, modules
 from flashinfer.testing.virtual_device import VirtualDevice
 
 
@@ -35,7 +35,8 @@ def _init_with_one_thread(
 
 
 VirtualDevice.__init__ = _init_with_one_thread  # type: ignore[method-assign]
-fused_moe.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-sm12x_launch.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-modules.MAIN_MODULE = sm12x_launch.MAIN_MODULE = ()
+for _module in (fused_moe, sm12x_launch):
+    for _name in ("gen_cutlass_fused_moe_sm120_module", "gen_cutlass_fused_moe_sm120_nvfp4_module"):
+        setattr(_module, _name, _gen_launcher_module)
+instances.MOE_MODULES.update(dict.fromkeys(instances.MOE_MODULES, ()))
 modules.GEMM_INSTANCES = modules.GEMM_INSTANCES[:1]

@@ -13,7 +13,7 @@ from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
-from flashinfer.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES, is_alone
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -23,7 +23,7 @@ def problem_of(inputs: MoEInputs, mode: int) -> MoEProblem:
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     first, total = inputs.ep_rank * experts, inputs.ep_size * experts
-    return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total, total)
+    return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total, total, inputs.weights)
 
 
 NO_STEP = (None,) * 4  # what a decode step's call has besides: next_weights, router_logits, is_padding, barrier
@@ -55,7 +55,7 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
     """Make a tactic that is no part of ``module`` runnable by ``module``."""
-    if INSTANCES[tactic] not in sm12x_launch.MAIN_MODULE:
+    if is_alone(INSTANCES[tactic]):
         instance = device.module(fused_moe.gen_cutlass_fused_moe_sm120_instance_module, tactic)
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 
@@ -98,7 +98,8 @@ class LayerCall:
 
 def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
     """Layers one behind the other in one workspace, with the launches of one still in flight when the next begins."""
-    module = device.module(fused_moe.gen_cutlass_fused_moe_sm120_module)
+    (weights,) = {call.inputs.weights for call in calls}
+    module = sm12x_launch.moe_module(device, weights)
     problems = [problem_of(call.inputs, call.mode) for call in calls]
     sizes = []
     for call, problem in zip(calls, problems, strict=True):

@@ -18,7 +18,8 @@ from timing import reason
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import Batch
-from flashinfer.testing.mxfp_formats import BLOCK, unswizzle_scales
+from flashinfer.testing.moe_reference import WEIGHTS
+from flashinfer.testing.mxfp_formats import unswizzle_scales
 
 T = TypeVar("T")
 LIBRARY, MOE_LIBRARY = "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"
@@ -46,7 +47,8 @@ class Peer(Protocol):
 
 
 class Matrix(NamedTuple):
-    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, bias ``[E, N]``."""
+    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, or ``K / 16`` of
+    NVFP4, bias ``[E, N]``."""
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -63,13 +65,19 @@ def gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat((gate, up), dim=1)
 
 
+def require_mxfp4(weights: MoEInputs) -> None:
+    """Raise ``RuntimeError`` for a peer that is given other experts than it takes here."""
+    if weights.weights != "mxfp4":
+        raise RuntimeError(f"experts in {weights.weights}, and this peer is called with MXFP4's here")
+
+
 def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
     """FC1's and FC2's."""
 
     def matrix(packed: torch.Tensor, swizzled: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
         assert bias is not None
         rows, half = packed.shape[1:]
-        return Matrix(packed, unswizzle_scales(swizzled, rows, 2 * half // BLOCK), bias)
+        return Matrix(packed, unswizzle_scales(swizzled, rows, 2 * half // WEIGHTS[weights.weights][1]), bias)
 
     fc1 = matrix(weights.fc1_weights, weights.fc1_scales, weights.fc1_bias)
     return fc1, matrix(weights.fc2_weights, weights.fc2_scales, weights.fc2_bias)

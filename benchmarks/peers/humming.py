@@ -28,7 +28,7 @@ from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
 from flashinfer.testing.mxfp_formats import BLOCK
 
-from . import gate_first, matrices
+from . import gate_first, matrices, require_mxfp4
 from .marlin import routing_buffers
 
 N_MULTIPLE, K_MULTIPLE = 256, 128  # vLLM's padding
@@ -141,6 +141,7 @@ class Humming:
         self.operators: Any = torch.ops._moe_C
 
     def prepare(self, weights: MoEInputs) -> _Layer:
+        require_mxfp4(weights)
         return _Layer(self.operators, self._sum, weights)
 
 

@@ -4,7 +4,8 @@
 Facts of its interface: 4-bit weights lie as int32 ``[E, K / 16, 2 N]``, in tiles of 16 K x 64 N that hold a word for
 each lane and each group of 16 columns; scales are E8M0 bytes ``[E, K / 32, N]`` whose columns are permuted in groups of 64
 and then of 4; biases are permuted in groups of 32; rows of a call are grouped by expert in blocks that
-``moe_align_block_size`` makes.  Hidden sizes are padded to 256 and intermediate ones to 128, as vLLM pads them.
+``moe_align_block_size`` makes.  NVFP4's scales, for 16 of K, are the five exponent and three upper mantissa bits of 2^7 times
+their value in float16; an expert's global scale, a bfloat16, is times 2^119 then.  Hidden sizes are padded to 256 and intermediate ones to 128, as vLLM pads them.
 
 The kernel between the GEMMs, which vLLM has in another library, is a Triton kernel of ours.
 """
@@ -19,7 +20,7 @@ import torch
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
-from flashinfer.testing.mxfp_formats import BLOCK
+from flashinfer.testing.moe_reference import WEIGHTS
 
 from . import Matrix, matrices
 
@@ -29,6 +30,7 @@ FILL = 0.9  # the smallest token block is taken that an expert's mean share fill
 # Exponent 2 bits, mantissa 1, signed, no infinities and no NaN; as the operators' 64-bit type id packs these fields.
 FLOAT4_E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
 GEMM_ARGUMENTS = 26
+GLOBAL_EXPONENT = 119  # of NVFP4's global scales: what the expansion of e2m1 and of the scales leaves out
 
 
 def pad(value: int, multiple: int) -> int:
@@ -57,6 +59,12 @@ def permute_scales(scales: torch.Tensor) -> torch.Tensor:
     swapped = columns.reshape(*shape[:2], -1, 8, 8).transpose(-1, -2)
     swapped = swapped.reshape(*shape[:2], -1, 2, 2).transpose(-1, -2)
     return swapped.reshape(shape).contiguous()
+
+
+def e5m3(scales: torch.Tensor) -> torch.Tensor:
+    """E4M3 bytes without signs as Marlin takes NVFP4's scales; of 2^-6 and more."""
+    halves = (scales.view(torch.float8_e4m3fn).half() * 2**7).view(torch.int16)
+    return (halves.int() >> 7 & 0xFF).to(torch.uint8)
 
 
 def permute_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -107,14 +115,18 @@ class Marlin:
         return _Layer(self.operators, self._swiglu, weights)
 
 
-def _arranged(matrix: Matrix, parts: int, n: int, k: int) -> Matrix:
+def _arranged(matrix: Matrix, weights: str, parts: int, n: int, k: int) -> Matrix:
     """In Marlin's order: each of ``parts`` of the rows grown to ``n``, the last one first, and K to ``k``."""
 
     def grown(tensor: torch.Tensor, *columns: int) -> torch.Tensor:
         return torch.cat([_grown(part, n, *columns) for part in reversed(tensor.chunk(parts, dim=1))], dim=1)
 
     packed = torch.stack([repack(expert) for expert in grown(matrix.packed, k // 2)])
-    scales = permute_scales(grown(matrix.scales, k // BLOCK)).view(torch.float8_e8m0fnu)
+    scales = grown(matrix.scales, k // WEIGHTS[weights][1])
+    if weights == "nvfp4":
+        scales = permute_scales(e5m3(scales)).view(torch.float8_e4m3fn)
+    else:
+        scales = permute_scales(scales).view(torch.float8_e8m0fnu)
     return Matrix(packed, scales, permute_bias(grown(matrix.bias)))
 
 
@@ -127,8 +139,12 @@ class _Layer:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.locks = torch.zeros(processors * BLOCKS_PER_SM, dtype=torch.int32, device=device)
         fc1, fc2 = matrices(weights)
-        self.fc1 = _arranged(fc1, 2, self.inter, self.hidden)  # [gate; up], each half padded by itself
-        self.fc2 = _arranged(fc2, 1, self.hidden, self.inter)
+        self.fc1 = _arranged(fc1, weights.weights, 2, self.inter, self.hidden)  # [gate; up], each padded by itself
+        self.fc2 = _arranged(fc2, weights.weights, 1, self.hidden, self.inter)
+        globals_ = (weights.fc1_global, weights.fc2_global)
+        self.fc1_global, self.fc2_global = (
+            None if each is None else (each * 2.0**GLOBAL_EXPONENT).bfloat16() for each in globals_
+        )
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         inputs = batch.inputs
@@ -141,10 +157,17 @@ class _Layer:
         parts, output = x.new_empty(rows, self.hidden), torch.empty_like(x)
         ids, final_scales = inputs.token_selected_experts, inputs.token_final_scales
 
-        def gemm(a: torch.Tensor, c: torch.Tensor, matrix: Matrix, top_k: int, weighted: bool) -> None:
+        def gemm(
+            a: torch.Tensor,
+            c: torch.Tensor,
+            matrix: Matrix,
+            of_experts: torch.Tensor | None,
+            top_k: int,
+            weighted: bool,
+        ) -> None:
             self._operators.moe_wna16_marlin_gemm(
                 a, c, matrix.packed, matrix.bias, matrix.scales,
-                None, None, None,  # no scales of a, no global scale, no zero points
+                None, of_experts, None,  # no scales of a, global scales, no zero points
                 self.locks, order, owners, used, final_scales, block, top_k, weighted, FLOAT4_E2M1,
                 a.shape[0], c.shape[1], a.shape[1],
                 False, True, False,  # no atomic additions; sums in float32; zero points are no floats
@@ -153,9 +176,9 @@ class _Layer:
 
         def run() -> torch.Tensor:
             self._operators.moe_align_block_size(ids, self.experts, block, order, owners, used, None, None)
-            gemm(x, hidden, self.fc1, top_k, False)
+            gemm(x, hidden, self.fc1, self.fc1_global, top_k, False)
             self._swiglu(hidden, activated, ALPHA, LIMIT)
-            gemm(activated, parts, self.fc2, 1, True)
+            gemm(activated, parts, self.fc2, self.fc2_global, 1, True)
             self._operators.moe_sum(parts.view(tokens, top_k, self.hidden), output, None, None)
             return output[:, : self.columns]
 

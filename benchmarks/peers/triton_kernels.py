@@ -22,7 +22,7 @@ from triton_kernels.tensor_details import layout
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
 
-from . import matrices
+from . import matrices, require_mxfp4
 
 NUM_WARPS = 8
 SM12X_TOKEN_BLOCKS = (16, 32)  # more does not fit its shared memory in more than one stage
@@ -41,6 +41,7 @@ class TritonKernels:
         opt_flags.update_opt_flags_constraints(constraints)
 
     def prepare(self, weights: MoEInputs) -> _Layer:
+        require_mxfp4(weights)
         return _Layer(weights, self.major == 12)
 
 

@@ -28,7 +28,7 @@ import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.jit.sm12x.modules import multiplies_in_half
-from flashinfer.sm12x.instances import INSTANCES, ROW_TILE
+from flashinfer.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 
 from . import gb10
@@ -114,7 +114,9 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
-    weights = ROW_TILE * (row.k_tile / 2 + scales)
+    block = FORMATS[row.weights].scale_block
+    assert block is not None
+    weights = ROW_TILE * (row.k_tile / 2 + row.k_tile / block)
     row_bytes = row.k_tile + scales if row.operand == "mxfp8" else 2 * row.k_tile
     gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
     contributions = 0 if fc1 else 4.0 * sum(rows) * layer.hidden
@@ -166,7 +168,8 @@ def predict(
 
 def planned(layer: MoELayer, mode: int, tokens: int) -> Tactics:
     """The planner's tactics for a GB10."""
-    first, second = plan_moe(tokens, layer.top_k, layer.experts, layer.hidden, layer.inter, mode)
+    sizes = tokens, layer.top_k, layer.experts, layer.hidden, layer.inter
+    first, second = plan_moe(*sizes, mode, weights=layer.weights)
     return int(first), int(second)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's MoE operators; ``cutlass_fused_moe`` with MXFP4 weights runs on SM12x's own kernels and on the CPU.
+"""Upstream's MoE operators; ``cutlass_fused_moe`` with MXFP4 weights, and with NVFP4 weights and bfloat16 activations,
+runs on SM12x's own kernels and on the CPU.
 
 Where a call goes:
 
 ============================  =========================================  ====================================
-device                        MXFP4 weights, SwiGLU (the three modes)    everything else
+device                        MXFP4 or NVFP4 weights, SwiGLU             everything else
 ============================  =========================================  ====================================
 CPU                           the CPU backend                            ``NotImplementedError``
 CUDA, SM12x                   ``fused_moe_120``, this fork's kernels     upstream's ``fused_moe_120_upstream``
@@ -13,7 +14,8 @@ CUDA, 9.0                     upstream's; with                           upstrea
 CUDA, other                   upstream's                                 upstream's
 ============================  =========================================  ====================================
 
-``FLASHINFER_SM12X_MOE=0`` sends SM12x to upstream's module too.
+``FLASHINFER_SM12X_MOE=0`` sends SM12x to upstream's module too. Calls of upstream's NVFP4 mode, whose six scales are for
+quantized activations (W4A4), are upstream's anywhere.
 """
 
 from __future__ import annotations
@@ -178,7 +180,7 @@ def cutlass_fused_moe(
 
     The signature is upstream's, and so is the meaning of every argument for the kinds of weights that upstream serves;
     ``flashinfer.fused_moe.core._upstream.cutlass_fused_moe`` documents those.  What follows is the contract of
-    MXFP4 weights, on SM12x and on the CPU.  M is the number of tokens, H the hidden size, I the intermediate size
+    MXFP4 weights, on SM12x and on the CPU, and of NVFP4 weights with bfloat16 activations (W4A16).  M is the number of tokens, H the hidden size, I the intermediate size
     (both multiples of 32), E the experts of this rank.
 
     Parameters
@@ -200,8 +202,9 @@ def cutlass_fused_moe(
         bfloat16 or float16.
     quant_scales : list of torch.Tensor
         W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
-        scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.  Global scales are
-        float32 ``[E]`` and multiply the GEMMs' results.  255 is NaN.  An expert that has weights beyond float32 (4 with
+        scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.
+        W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign bits
+        are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  255 is NaN.  An expert that has weights beyond float32 (4 with
         a scale byte of 253 or more) makes what they reach infinite, NaN or anything, by the backend, and nothing else.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).

@@ -54,6 +54,7 @@ class SM12xMoERunner(tune.Runner):
             problem.num_experts_total,
             self.swizzled_input_sf,
             self.enable_pdl,
+            *([problem.weights] if problem.weights != "mxfp4" else []),
         )
 
     def names(self, tokens: int) -> list[str]:
@@ -62,7 +63,7 @@ class SM12xMoERunner(tune.Runner):
         sizes = tokens * problem.top_k, problem.hidden, problem.inter
         return [
             row.name
-            for row in candidates(self.backend.block_scaled_mma, *sizes)
+            for row in candidates(self.backend.block_scaled_mma, *sizes, problem.weights)
             if row.activation == problem.mode.activation and not (self.gemm_idx == 2 and computes_layer(row.index))
         ]
 

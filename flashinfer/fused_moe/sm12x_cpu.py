@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MXFP4 MoE layer on CPU tensors: the kernels' contract in float32, one expert at a time.
+"""The MXFP4 and NVFP4 MoE layer on CPU tensors: the kernels' contract in float32, one expert at a time.
 
 It multiplies dequantized values, which is exact, and accumulates in float32, so it differs from the GPU only in the order of
 the sums.  An expert of gpt-oss-120b takes 150 MB while it is worked on.
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..quantization.block_scaled import LAYOUTS
 from ..quantization.mx_cpu import (
-    dequantize_mxfp4_linear,
     dequantize_mxfp8_linear,
     quantize_mxfp8_linear,
     unswizzle_128x4,
@@ -42,11 +42,11 @@ def _activations(
     return dequantize_mxfp8_linear(input, scales)
 
 
-def _gemm(x: torch.Tensor, packed: torch.Tensor, swizzled_scales: torch.Tensor) -> torch.Tensor:
-    """``x @ w.T`` for one expert's packed weights ``[rows, K / 2]``."""
-    rows, k = packed.shape[0], 2 * packed.shape[1]
-    scales = unswizzle_128x4(swizzled_scales, rows, k // BLOCK_SIZE)
-    return x @ dequantize_mxfp4_linear(packed, scales).T
+def _gemm(x: torch.Tensor, weights: str, packed: torch.Tensor, swizzled_scales: torch.Tensor) -> torch.Tensor:
+    """``x @ w.T`` for one expert's packed weights ``[rows, K / 2]`` of a format."""
+    rows, k, layout = packed.shape[0], 2 * packed.shape[1], LAYOUTS[weights]
+    scales = unswizzle_128x4(swizzled_scales, rows, k // layout.scales.block)
+    return x @ layout.dequantize(packed, scales).T
 
 
 def swiglu(up: torch.Tensor, gate: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
@@ -91,7 +91,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     used = torch.unique(local_ids)
     for expert in used[(used >= 0) & (used < experts)].tolist():
         token, slot = (local_ids == expert).nonzero(as_tuple=True)
-        hidden = _gemm(x[token], fc1[expert], fc1_scales[expert])
+        hidden = _gemm(x[token], problem.weights, fc1[expert], fc1_scales[expert])
         if fc1_global is not None:
             hidden *= fc1_global[expert]
         if call.fc1_expert_biases is not None:
@@ -102,7 +102,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
             activation = activation.bfloat16().float()
         else:
             activation = dequantize_mxfp8_linear(*quantize_mxfp8_linear(activation))
-        result = _gemm(activation, fc2[expert], fc2_scales[expert])
+        result = _gemm(activation, problem.weights, fc2[expert], fc2_scales[expert])
         if fc2_global is not None:
             result *= fc2_global[expert]
         if call.fc2_expert_biases is not None:

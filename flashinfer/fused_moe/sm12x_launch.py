@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 
-from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
+from ..jit.fused_moe import (
+    gen_cutlass_fused_moe_sm120_instance_module,
+    gen_cutlass_fused_moe_sm120_module,
+    gen_cutlass_fused_moe_sm120_nvfp4_module,
+)
 from ..sm12x.backend import Backend, kernels, workspace_size
-from ..sm12x.instances import INSTANCES, MAIN_MODULE, candidates
+from ..sm12x.instances import INSTANCES, candidates, is_alone
 from .sm12x_planner import plan_moe
 from .sm12x_validation import MoECall, MoEProblem
 
 
-def moe_module(backend: Backend) -> Any:
-    """The loaded ``fused_moe_120``; built on first use."""
+def moe_module(backend: Backend, weights: str) -> Any:
+    """The loaded ``fused_moe_120``, or that of NVFP4 weights; built on first use."""
+    if weights == "nvfp4":
+        return backend.module(gen_cutlass_fused_moe_sm120_nvfp4_module)
     return backend.module(gen_cutlass_fused_moe_sm120_module)
 
 
@@ -24,28 +30,33 @@ def ensure_instance(backend: Backend, tactic: int) -> None:
     """Make a tactic runnable: rows that are modules of their own are built and registered when first asked for."""
     if ("instance", tactic) in backend.memo:
         return
-    if INSTANCES[tactic] not in MAIN_MODULE:
+    row = INSTANCES[tactic]
+    if is_alone(row):
         module = backend.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
-        moe_module(backend).sm12x_register_instance(tactic, module.sm12x_instance_address())
+        moe_module(backend, row.weights).sm12x_register_instance(tactic, module.sm12x_instance_address())
     backend.memo["instance", tactic] = True
 
 
-def prepare(hidden: int, inter: int, device: torch.device | None = None) -> None:
-    """Build the kernels that the planner may choose for layers of these sizes, or find them built.
+def prepare(hidden: int, inter: int, device: torch.device | None = None, weights: str = "mxfp4") -> None:
+    """Build the kernels that the planner may choose for layers of these sizes and weights, or find them built.
 
     ``device`` is a CUDA device, by default the current one.
     """
     backend = kernels(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
     assert backend is not None
-    moe_module(backend)
-    for row in candidates(backend.block_scaled_mma, 1, hidden, inter):  # a request would wait for modules of their own
+    moe_module(backend, weights)
+    for row in candidates(
+        backend.block_scaled_mma, 1, hidden, inter, weights
+    ):  # a request would wait for modules of their own
         ensure_instance(backend, row.index)
 
 
 def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
     """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
     sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
-    return workspace_size(backend, moe_module(backend), "sm12x_moe_workspace_size", *sizes, int(problem.mode), in_bf16)
+    return workspace_size(
+        backend, moe_module(backend, problem.weights), "sm12x_moe_workspace_size", *sizes, int(problem.mode), in_bf16
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,7 +65,7 @@ def default_tactics(
 ) -> tuple[int, int]:
     """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
     sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
-    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory)
+    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory, problem.weights)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +87,7 @@ def launch(
     assert output is not None
     fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
     launched: bool = backend.call(
-        moe_module(backend).sm12x_moe_run,
+        moe_module(backend, problem.weights).sm12x_moe_run,
         output,
         call.input,
         None if call.input_sf is None else as_bytes(call.input_sf),

@@ -42,7 +42,8 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     problem = problem._replace(mode=plan_mode(problem.mode, *sizes, *features))
     wanted = None
     if call.profile_ids is not None:
-        wanted = wanted_tactics(call.profile_ids, problem.mode, INSTANCES if backend is None else backend.tactics)
+        rows = INSTANCES if backend is None else backend.tactics
+        wanted = wanted_tactics(call.profile_ids, problem.mode, rows, problem.weights)
     if problem.num_tokens == 0:
         return
     if backend is None:

@@ -131,6 +131,7 @@ def choose(
     layer: tuple[int, int] | None = None,
     all_sms: bool = True,
     unified_memory: bool = True,
+    weights: str = "mxfp4",
 ) -> Choice:
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` experts.
 
@@ -143,7 +144,8 @@ def choose(
     busy = f"{rows:.1f} rows for an expert that is hit"
     fitting = GEMM_INSTANCES
     if layer is not None:
-        fitting = tuple(row for row in candidates(block_scaled_mma, num_rows, *layer) if row.activation == activation)
+        rows_that_take_it = candidates(block_scaled_mma, num_rows, *layer, weights)
+        fitting = tuple(row for row in rows_that_take_it if row.activation == activation)
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
     for row in fitting if all_sms else ():
         if row.streamed and row.token_tile == tile:
@@ -169,6 +171,7 @@ def plan_moe(
     block_scaled_mma: bool = True,
     all_sms: bool = True,
     unified_memory: bool = True,
+    weights: str = "mxfp4",
 ) -> tuple[int, int]:
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
@@ -178,7 +181,7 @@ def plan_moe(
     rows = num_tokens * top_k
     planned = plan_mode(Mode(mode), num_tokens, top_k, num_experts, block_scaled_mma, unified_memory)
     index = choose(
-        planned.activation, rows, num_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
+        planned.activation, rows, num_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory, weights
     ).instance.index
     return index, index
 
@@ -215,19 +218,21 @@ def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int,
     return (fc2, fc2) if only_second else (fc1, fc1)
 
 
-def wanted_tactics(profile_ids: Sequence[int], mode: Mode, rows: Sequence[Instance] = INSTANCES) -> tuple[int, int]:
+def wanted_tactics(
+    profile_ids: Sequence[int], mode: Mode, rows: Sequence[Instance] = INSTANCES, weights: str = "mxfp4"
+) -> tuple[int, int]:
     """The tactics whose numbers are ``profile_ids``; -1 stays.  ``rows`` are those that the device may run.
 
     Raises
     ------
     TypeError, ValueError
-        Unless it is a pair of -1 or tactics that fit ``mode`` and make a layer.
+        Unless it is a pair of -1 or tactics that fit ``mode`` and ``weights`` and make a layer.
     """
     try:
         profile_ids = list(profile_ids)
     except TypeError:
         raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
-    allowed = [row for row in rows if row.activation == mode.activation]
+    allowed = [row for row in rows if row.activation == mode.activation and row.weights == weights]
     numbers = [row.number for row in allowed]
     if len(profile_ids) != 2 or any(number != -1 and number not in numbers for number in profile_ids):
         named = ", ".join(f"{row.number} ({row.name})" for row in allowed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for MXFP4 MoE calls, which hold for every backend.
+"""The rules for MXFP4 and NVFP4 MoE calls, which hold for every backend.
 
-:func:`select_mode` decides from dtypes and flags whether a call is one of the three MXFP4 modes, :func:`validate` checks
+:func:`select_mode` decides from dtypes and flags whether a call is one of the three modes, :func:`validate` checks
 everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
 tell.  All errors name the argument, what it was and what it may be.
 """
@@ -18,8 +18,11 @@ from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
     INT32_MAX,
+    NVFP4_SCALES,
     SCALE_WORD,
+    UE8M0,
     UE8M0_DTYPES,
+    BlockScales,
     describe,
     is_tensor,
     padded_scales,
@@ -86,9 +89,13 @@ BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
-    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]",
+    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales torch.float8_e4m3fn",
     Mode.AUTO: "[fc1 weight scales, fc2 weight scales]",
 }
+
+
+NVFP4 = BlockScales("E4M3", (torch.float8_e4m3fn,), NVFP4_SCALES.block)
+"""The block scales by whose dtype experts are NVFP4's; bytes without it are MXFP4's."""
 
 
 class MoECall(NamedTuple):
@@ -149,6 +156,7 @@ class MoEProblem(NamedTuple):
     num_experts_total: int
     routed_experts: int
     """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens alone."""
+    weights: str = "mxfp4"
 
 
 def select_mode(
@@ -181,16 +189,29 @@ def select_mode(
     return Mode.W4A16 if use_w4_group_scaling else None
 
 
+def weights_of(mode: Mode, quant_scales: Any) -> str:
+    """The format of the experts: NVFP4 in W4A16 with four scales, of which a matrix's block scales are float8_e4m3fn."""
+    if mode is Mode.W4A16 and isinstance(quant_scales, (list, tuple)) and len(quant_scales) == 4:
+        of_blocks = (getattr(scales, "dtype", None) for scales in quant_scales[::2])
+        return "nvfp4" if any(dtype in NVFP4.dtypes for dtype in of_blocks) else "mxfp4"
+    return "mxfp4"
+
+
 @functools.lru_cache(maxsize=1024)
-def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+def swizzled_scale_shapes(
+    groups: int | None, rows: int, k: int, scales: BlockScales = UE8M0
+) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """Accepted ``(dtype, shape)`` pairs of 128x4 block scales of ``groups`` matrices ``[rows, k]``.
 
     Bytes ``[groups, pad128(rows), pad4(k / 32)]``, their int32 view with a quarter of the last extent, and the flat
-    bytes that ``block_scale_interleave`` returns.
+    bytes that ``block_scale_interleave`` returns.  NVFP4's are float8_e4m3fn, for 16 elements of K, in the first and the
+    last of these forms.
     """
-    padded_rows, blocks = padded_scales(rows, -(-k // BLOCK_SIZE))
+    padded_rows, blocks = padded_scales(rows, -(-k // scales.block))
     lead = () if groups is None else (groups,)
     count = padded_rows * blocks * (1 if groups is None else groups)
+    if scales is NVFP4:
+        return tuple((dtype, shape) for dtype in NVFP4.dtypes for shape in ((*lead, padded_rows, blocks), (count,)))
     return (
         (torch.uint8, (*lead, padded_rows, blocks)),
         (torch.float8_e8m0fnu, (*lead, padded_rows, blocks)),
@@ -201,10 +222,17 @@ def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[
 
 
 def require_swizzled_scales(
-    name: str, value: Any, groups: int | None, rows: int, k: int, device: torch.device, alignment: int
+    name: str,
+    value: Any,
+    groups: int | None,
+    rows: int,
+    k: int,
+    device: torch.device,
+    alignment: int,
+    scales: BlockScales = UE8M0,
 ) -> None:
     """Raise unless ``value`` holds 128x4 block scales of ``groups`` matrices ``[rows, k]``."""
-    accepted = swizzled_scale_shapes(groups, rows, k)
+    accepted = swizzled_scale_shapes(groups, rows, k, scales)
     if is_tensor(value) and (value.dtype, value.shape) in accepted:
         return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
@@ -250,7 +278,8 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
 
 
 def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.device) -> None:
-    count = 2 if problem.mode in (Mode.W4A16, Mode.AUTO) else 4
+    nvfp4 = problem.weights == "nvfp4"
+    count = 2 if problem.mode in (Mode.W4A16, Mode.AUTO) and not nvfp4 else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
         raise ValueError(
             f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors "
@@ -259,7 +288,8 @@ def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.de
     experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.inter
     step = count // 2
     for index, rows, k in ((0, 2 * inter, hidden), (step, hidden, inter)):
-        require_swizzled_scales(f"quant_scales[{index}]", quant_scales[index], experts, rows, k, device, 16)
+        scales = NVFP4 if nvfp4 else UE8M0
+        require_swizzled_scales(f"quant_scales[{index}]", quant_scales[index], experts, rows, k, device, 16, scales)
         if count == 4:
             name, factors, what = f"quant_scales[{index + 1}]", quant_scales[index + 1], "one factor per local expert"
             require_tensor(name, factors, [(experts,)], [torch.float32], device, what, ELEMENT)
@@ -348,7 +378,8 @@ def validate(call: MoECall) -> MoEProblem:
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
     routed = experts if call.enable_alltoall else total
-    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total, routed)
+    weights = weights_of(mode, call.quant_scales)
+    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total, routed, weights)
     _check_quant_scales(problem, call.quant_scales, device)
     _check_input_sf(problem, call.input_sf, call.swizzled_input_sf, device)
     biases, float32 = BIAS_DTYPES[call.output_dtype], (torch.float32,)

@@ -39,14 +39,25 @@ def gen_cutlass_fused_moe_sm120_module(use_fast_build: bool = False) -> Any:
     return gen_fused_moe_module()
 
 
+def gen_cutlass_fused_moe_sm120_nvfp4_module() -> Any:
+    """The spec of ``fused_moe_120_nvfp4``: NVFP4 weights with bf16 activations on compute capability 12.x.
+
+    Raises:
+        RuntimeError: as :func:`gen_cutlass_fused_moe_sm120_module`.
+    """
+    from .sm12x.modules import gen_fused_moe_module
+
+    return gen_fused_moe_module("nvfp4")
+
+
 def gen_cutlass_fused_moe_sm120_instance_module(tactic: int) -> Any:
-    """The spec of the module with one instance that is not part of ``fused_moe_120``.
+    """The spec of the module with one instance that is part of neither ``fused_moe_120`` nor ``fused_moe_120_nvfp4``.
 
     Args:
         tactic: The instance's place in ``INSTANCES`` (``flashinfer.sm12x.instances``).
 
     Raises:
-        ValueError: there is no such instance, or ``fused_moe_120`` has it.
+        ValueError: there is no such instance, or one of those has it.
         RuntimeError: as :func:`gen_cutlass_fused_moe_sm120_module`.
     """
     from ..sm12x.instances import instance

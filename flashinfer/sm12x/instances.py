@@ -53,6 +53,8 @@ FORMATS: dict[str, ElementFormat] = {
 
 Layer = Literal["moe", "dense"]
 _MULTIPLIES = ("mxfp8", "mxfp8_as_bf16", "bf16")
+MOE_WEIGHTS = ("mxfp4", "nvfp4")
+"""Formats of experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Instance:
         Warps that share K in a stream of weights, which is one block per SM. A MoE layer is FC1 and FC2 in one launch
         then. 0: GEMMs of tiles.
     weights : str
-        ``"mxfp4"`` for a MoE layer; for a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
+        ``"mxfp4"`` or ``"nvfp4"`` for a MoE layer; for a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
     layer : str
         ``"moe"`` or ``"dense"``.
     """
@@ -105,27 +107,30 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``dense_mxfp4_m8_w3``.
+        """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``nvfp4_stream_bf16_m8``,
+        ``dense_mxfp4_m8_w3``.
 
         It stays as long as the row is this tile, however deep its ring is.
         """
         if self.layer == "dense":
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
             return f"dense_{self.weights}_m{self.token_tile}_{f'w{self.k_tile // 128}' if self.streamed else gemm}"
+        weights = "" if self.weights == "mxfp4" else f"{self.weights}_"
         if self.streamed:
             longer = "" if self.k_tile == 256 else f"_w{self.k_tile // 128}"
-            return f"stream_{self.multiplies}_m{self.token_tile}{longer}"
-        return f"{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
+            return f"{weights}stream_{self.multiplies}_m{self.token_tile}{longer}"
+        return f"{weights}{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
 
     @property
     def number(self) -> int:
-        """The tactic's number: 1, 2 or 3 for what is multiplied, 4, 5 or 6 for streamed; token tile; K tile.
+        """The tactic's number: of NVFP4 weights 1; 1, 2 or 3 for what is multiplied, 4, 5 or 6 for streamed; token tile; K
+        tile.
 
-        ``bf16_m64_k128`` is 3064128. A dense layer's number is its place in the table.
+        ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the table.
         """
         if self.layer == "dense":
             return self.index
-        kind = _MULTIPLIES.index(self.multiplies) + (4 if self.streamed else 1)
+        kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.streamed else 1)
         return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
 
     @property
@@ -187,10 +192,33 @@ PAIRS: tuple[Instance, ...] = (
     *_BF16,
 )
 
-# ``fused_moe_120`` holds these; every other row is a small module of its own, built when a layer asks for it.
+# ``fused_moe_120`` holds these.
 MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
 
-SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3)
+NVFP4_PAIRS: tuple[Instance, ...] = (
+    Instance("bf16", "bf16", 8, 128, 3, 2, 43848, weights="nvfp4"),
+    Instance("bf16", "bf16", 16, 128, 2, 2, 35896, weights="nvfp4"),
+    Instance("bf16", "bf16", 32, 128, 3, 1, 66120, weights="nvfp4"),
+    Instance("bf16", "bf16", 64, 128, 3, 1, 95816, weights="nvfp4"),
+)
+
+# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and one of a K
+# above 3,968, so that warps of 384 serve nobody.
+NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76928, mma_warps=12, weights="nvfp4")
+
+NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_STREAM)
+"""``fused_moe_120_nvfp4`` holds these."""
+
+MOE_MODULES: dict[str, tuple[Instance, ...]] = {"mxfp4": MAIN_MODULE, "nvfp4": NVFP4}
+"""The rows that the module for experts of a format holds."""
+
+
+def is_alone(row: Instance) -> bool:
+    """Whether a MoE layer's row is a small module of its own, built when a layer asks for it."""
+    return row not in MOE_MODULES[row.weights]
+
+
+SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3, *NVFP4)
 
 # Its MMA takes no scales.
 HOPPER: tuple[Instance, ...] = (
@@ -205,6 +233,7 @@ HOPPER: tuple[Instance, ...] = (
     *_STREAM_M8_W3,
     Instance("mxfp8", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
     Instance("bf16", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
+    *NVFP4,
 )
 
 INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in SM12X))
@@ -265,12 +294,14 @@ def table(block_scaled_mma: bool) -> tuple[Instance, ...]:
     return SM12X if block_scaled_mma else HOPPER
 
 
-def candidates(block_scaled_mma: bool, num_rows: int, hidden: int, inter: int) -> tuple[Instance, ...]:
+def candidates(
+    block_scaled_mma: bool, num_rows: int, hidden: int, inter: int, weights: str = "mxfp4"
+) -> tuple[Instance, ...]:
     """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
 
     Those of the device's table that take it, but of streams of one token tile only the one whose warps take least of K.
     """
-    rows = [row for row in table(block_scaled_mma) if row.takes(num_rows, hidden, inter)]
+    rows = [row for row in table(block_scaled_mma) if row.weights == weights and row.takes(num_rows, hidden, inter)]
     least = {(row.multiplies, row.token_tile): row for row in sorted(rows, key=lambda row: -row.k_tile) if row.streamed}
     return tuple(row for row in rows if not row.streamed or row in least.values())
 

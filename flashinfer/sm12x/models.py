@@ -29,18 +29,20 @@ alone; SwigluStep; Swiglu alone."""
 
 
 class MoELayer(NamedTuple):
-    """Sizes of an MoE layer on one GPU."""
+    """Sizes of an MoE layer on one GPU, and the format of its experts."""
 
     hidden: int
     inter: int
     experts: int
     top_k: int
     activation: Activation = "gpt-oss"
+    weights: str = "mxfp4"
 
     @property
     def expert_bytes(self) -> int:
-        """One expert's MXFP4 weights and scales."""
-        return matrix_bytes(2 * self.inter, self.hidden, "mxfp4") + matrix_bytes(self.hidden, self.inter, "mxfp4")
+        """One expert's weights and scales."""
+        shapes = (2 * self.inter, self.hidden), (self.hidden, self.inter)
+        return sum(matrix_bytes(*shape, self.weights) for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,3 +110,12 @@ MOE_LAYERS = {
     "glm-4.7": MoELayer(5120, 1536, 160, 8, "plain"),
 }
 """The experts of each model that tests, benchmarks and the predictor know, as one GPU has them. Only gpt-oss' have biases."""
+
+NVFP4_LAYERS = {
+    # Qwen/Qwen3.6-35B-A3B, Qwen/Qwen3-Coder-Next and MiniMaxAI/MiniMax-M2.7, config.json of each.
+    "qwen3.6-35b-a3b": MoELayer(2048, 512, 256, 8, "plain", "nvfp4"),
+    "qwen3-coder-next": MoELayer(2048, 512, 512, 10, "plain", "nvfp4"),
+    "minimax-m2.7": MoELayer(3072, 1536, 256, 8, "plain", "nvfp4"),
+    "gpt-oss-120b-nvfp4": MODELS["gpt-oss-120b"].moe._replace(weights="nvfp4"),
+}
+"""The experts of models that are quantized to NVFP4, which are multiplied with bfloat16 tokens alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random inputs of MXFP4 MoE layers and grouped GEMMs, made on the device they are for."""
+"""Random inputs of MXFP4 and NVFP4 MoE layers and of grouped GEMMs, made on the device they are for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 
 from .gemm_reference import padded_group_offsets
-from .moe_reference import MoEInputs
+from .moe_reference import WEIGHTS, MoEInputs
 from .mxfp_formats import (
     BLOCK,
+    NVFP4_NAN_SCALE,
     power_of_two,
     quantize_mxfp8,
     swizzle_scales,
@@ -36,6 +37,8 @@ class MoECase:
         Sizes; ``num_experts`` counts all ranks.
     mode : int
         0: W4A8 with a quantized input, 1: W4A8 with a bf16/fp16 input, 2: W4A16.
+    weights : str
+        Format of the experts; ``"nvfp4"`` in mode 2 alone.
     data : str
         ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers and
         scales over two octaves, for which FC1's float32 sums are exact in any order.
@@ -64,6 +67,7 @@ class MoECase:
     bias_dtype: torch.dtype = torch.bfloat16
     ep_size: int = 1
     ep_rank: int = 0
+    weights: str = "mxfp4"
 
 
 class _Source:
@@ -95,6 +99,28 @@ def _weights(source: _Source, experts: int, rows: int, k: int, data: Data) -> tu
     low, high = (centre - 2, centre + 2) if data == "normal" else (centre, centre + 1)
     linear = source.integers(low, high, experts, rows, -(-k // BLOCK)).to(torch.uint8)
     return packed, swizzle_scales(linear)
+
+
+def _mxfp4_weights(
+    source: _Source, experts: int, rows: int, k: int, data: Data
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return (*_weights(source, experts, rows, k, data), None)
+
+
+def _nvfp4_weights(
+    source: _Source, experts: int, rows: int, k: int, data: Data
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The same in NVFP4, with the global scales of such experts: any numbers, or of ``"lattice"`` powers of two."""
+    packed = source.bytes(experts, rows, k // 2)
+    blocks = experts, rows, -(-k // WEIGHTS["nvfp4"][1])
+    if data == "normal":
+        linear = source.integers(5 << 3, (9 << 3) - 1, *blocks)  # any mantissa, exponents -2 to 1: 0.25 to 3.75
+        spread = source.uniform(experts) + 0.5
+    else:
+        linear = source.integers(14, 17, *blocks) << 2  # 1, 1.5, 2 and 3
+        spread = power_of_two(source.integers(-1, 1, experts)).float()
+    centre = power_of_two(torch.tensor([-round(0.5 * torch.log2(torch.tensor(8.56 * k)).item())]))
+    return packed, swizzle_scales(linear.to(torch.uint8)), spread * centre.float().to(source.device)
 
 
 def _expert_ids(source: _Source, case: MoECase) -> torch.Tensor:
@@ -132,8 +158,10 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
     assert case.num_experts % case.ep_size == 0
     experts = case.num_experts // case.ep_size
     input, input_sf = _activations(source, case)
-    fc1_weights, fc1_scales = _weights(source, experts, 2 * case.inter, case.hidden, case.data)
-    fc2_weights, fc2_scales = _weights(source, experts, case.hidden, case.inter, case.data)
+    sizes = (experts, 2 * case.inter, case.hidden), (experts, case.hidden, case.inter)
+    make = _nvfp4_weights if case.weights == "nvfp4" else _mxfp4_weights
+    fc1_weights, fc1_scales, fc1_global = make(source, *sizes[0], case.data)
+    fc2_weights, fc2_scales, fc2_global = make(source, *sizes[1], case.data)
     inputs = MoEInputs(
         input=input,
         input_sf=input_sf,
@@ -148,6 +176,9 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         output_dtype=case.output_dtype,
         ep_size=case.ep_size,
         ep_rank=case.ep_rank,
+        weights=case.weights,
+        fc1_global=fc1_global,
+        fc2_global=fc2_global,
     )
     if case.mode != 2:
         scales = source.uniform(2, experts) + 0.5 if case.global_scales else torch.ones((2, experts), device=device)
@@ -175,10 +206,11 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
     def any_of(count: int, first: int = 0) -> int:
         return first + int(source.integers(0, count - 1))
 
-    blocks, fc2_blocks = hidden // BLOCK, inter // BLOCK
+    blocks, of_weights = hidden // BLOCK, WEIGHTS[inputs.weights][1]
+    fc1_blocks, fc2_blocks = hidden // of_weights, inter // of_weights
     inputs = dataclasses.replace(
         inputs,
-        fc1_scales=with_nan_padding(inputs.fc1_scales, 2 * inter, blocks),
+        fc1_scales=with_nan_padding(inputs.fc1_scales, 2 * inter, fc1_blocks),
         fc2_scales=with_nan_padding(inputs.fc2_scales, hidden, fc2_blocks),
     )
     token, slot = any_of(tokens), any_of(inputs.token_selected_experts.shape[1])
@@ -193,8 +225,8 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         inputs = dataclasses.replace(inputs, input_sf=scales)
         places.append(("input_sf", "input_sf", swizzled_place(scales, tokens, blocks, (token, any_of(blocks)))))
     for what, name, rows, first, k_blocks in (
-        ("up", "fc1", inter, 0, blocks),
-        ("gate", "fc1", inter, inter, blocks),
+        ("up", "fc1", inter, 0, fc1_blocks),
+        ("gate", "fc1", inter, inter, fc1_blocks),
         ("FC2", "fc2", hidden, 0, fc2_blocks),
     ):
         row = any_of(rows, first)
@@ -214,7 +246,8 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
     for what, name, place in places:
         if getattr(inputs, name) is None:
             continue
-        for value, tensor in with_not_numbers(getattr(inputs, name), place):
+        nans = (NVFP4_NAN_SCALE, 0xFF) if inputs.weights == "nvfp4" and name in ("fc1_scales", "fc2_scales") else ()
+        for value, tensor in with_not_numbers(getattr(inputs, name), place, nans):
             if name == "swiglu_limit" and (tensor < 0).any():
                 continue  # no limit, and refused where values are looked at
             changed: dict[str, Any] = {name: tensor}

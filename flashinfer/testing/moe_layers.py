@@ -15,7 +15,7 @@ from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
-MODELS = models.MOE_LAYERS
+MODELS = models.MOE_LAYERS | models.NVFP4_LAYERS
 """Sizes and activation of each."""
 
 DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
@@ -33,6 +33,8 @@ DENSE_VARIANTS = (
 )
 """Formats of the weight, and as what tokens, which come in bf16, are multiplied."""
 
+MODES_OF = {"mxfp4": (0, 1, 2), "nvfp4": (2,)}
+"""The modes of a format of experts."""
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes
 
@@ -51,6 +53,7 @@ def case_of(layer: models.MoELayer, num_tokens: int, mode: int, **changes: Any) 
         swiglu_parameters=layer.activation != "plain",
         swiglu_step=layer.activation == "step",
         swiglu_limit_alone=layer.activation == "clamp",
+        weights=layer.weights,
     )
     return dataclasses.replace(case, **changes)
 
@@ -87,8 +90,8 @@ def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
 
     With gpt-oss' activation and biases, whatever the model's.
     """
-    hidden, inter, experts, top_k, _ = MODELS[model]
-    inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2), seed, device)
+    hidden, inter, experts, top_k, _, weights = MODELS[model]
+    inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2, weights=weights), seed, device)
 
     def constant(value: float) -> torch.Tensor:
         return torch.full((experts,), value, dtype=torch.float32, device=device)

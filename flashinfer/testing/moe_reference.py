@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MXFP4 MoE layer in float64, written to be read, with the bound on any float32 implementation of it."""
+"""The MXFP4 and NVFP4 MoE layer in float64, written to be read, with the bound on any float32 implementation of it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ from .error_bounds import (
 )
 from .mxfp_formats import (
     BLOCK,
+    NVFP4_BLOCK,
     Operand,
     quantize_mxfp8,
     unswizzle_scales,
 )
 
+WEIGHTS = {"mxfp4": (Operand.of_mxfp4, BLOCK), "nvfp4": (Operand.of_nvfp4, NVFP4_BLOCK)}
+"""A format of experts -> a matrix from its bytes and linear scales, and the elements that share one."""
+
 
 @dataclasses.dataclass
 class MoEInputs:
-    """Tensors of one call of ``cutlass_fused_moe`` with MXFP4 weights.
+    """Tensors of one call of ``cutlass_fused_moe`` with MXFP4 or NVFP4 weights.
 
     Shapes as that function documents them: M tokens, hidden H, intermediate I, E local experts.  Weights are bytes, block
-    scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``.  ``fc1_global`` and ``fc2_global`` are ``None`` for W4A16.
+    scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``, or ``K / 16`` of NVFP4.  ``fc1_global`` and ``fc2_global`` are
+    ``None`` for W4A16 with MXFP4.
     Expert ids that are not this rank's, -1 among them, contribute nothing.
     """
 
@@ -57,11 +62,12 @@ class MoEInputs:
     output_dtype: torch.dtype = torch.bfloat16
     ep_size: int = 1
     ep_rank: int = 0
+    weights: str = "mxfp4"
 
     @property
     def w4a16(self) -> bool:
         """Whether activations stay bfloat16; otherwise they are MXFP8."""
-        return self.fc1_global is None
+        return self.weights == "nvfp4" or self.fc1_global is None
 
     @property
     def activation_type(self) -> ActivationType:
@@ -70,11 +76,10 @@ class MoEInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``cutlass_fused_moe``."""
-        scales = (
-            [self.fc1_scales, self.fc2_scales]
-            if self.w4a16
-            else [self.fc1_scales, self.fc1_global, self.fc2_scales, self.fc2_global]
-        )
+        fc1, fc2 = self.fc1_scales, self.fc2_scales
+        if self.weights == "nvfp4":
+            fc1, fc2 = fc1.view(torch.float8_e4m3fn), fc2.view(torch.float8_e4m3fn)
+        scales = [fc1, fc2] if self.fc1_global is None else [fc1, self.fc1_global, fc2, self.fc2_global]
         return {
             "input": self.input,
             "token_selected_experts": self.token_selected_experts,
@@ -124,11 +129,16 @@ def _bias(bias: torch.Tensor | None, expert: int) -> torch.Tensor | float:
 
 
 def _gemm(
-    x: Operand, x_error: torch.Tensor | None, packed: torch.Tensor, swizzled: torch.Tensor, accumulation: Accumulation
+    x: Operand,
+    x_error: torch.Tensor | None,
+    weights: str,
+    packed: torch.Tensor,
+    swizzled: torch.Tensor,
+    accumulation: Accumulation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x @ w.T`` of one expert's packed weights, and its bound when ``x`` itself is known to within ``x_error``."""
-    rows, k = packed.shape[0], 2 * packed.shape[1]
-    w = Operand.of_mxfp4(packed, unswizzle_scales(swizzled, rows, -(-k // BLOCK)))
+    rows, k, (operand, block) = packed.shape[0], 2 * packed.shape[1], WEIGHTS[weights]
+    w = operand(packed, unswizzle_scales(swizzled, rows, -(-k // block)))
     error = dot_error(x, w, accumulation, x_error=x_error)
     return x.values @ w.values.T, error if x_error is None else error + x_error @ w.values.abs().T
 
@@ -141,7 +151,8 @@ def expert_reference(
     beta = _entry(inputs.swiglu_beta, expert, 0.0)
     limit = _entry(inputs.swiglu_limit, expert, 7.0 if inputs.swiglu_step else torch.inf)
 
-    product, error = _gemm(x, None, inputs.fc1_weights[expert], inputs.fc1_scales[expert], accumulation)
+    form = inputs.weights
+    product, error = _gemm(x, None, form, inputs.fc1_weights[expert], inputs.fc1_scales[expert], accumulation)
     factor = _entry(inputs.fc1_global, expert, 1.0)
     hidden = product * factor + _bias(inputs.fc1_bias, expert)
     error = affine_error(product, error, factor, hidden)
@@ -154,7 +165,9 @@ def expert_reference(
 
     requantize = round_to_bfloat16 if inputs.w4a16 else requantize_mxfp8
     intermediate, error = requantize(activation, error)
-    product, error = _gemm(intermediate, error, inputs.fc2_weights[expert], inputs.fc2_scales[expert], accumulation)
+    product, error = _gemm(
+        intermediate, error, form, inputs.fc2_weights[expert], inputs.fc2_scales[expert], accumulation
+    )
     factor = _entry(inputs.fc2_global, expert, 1.0)
     result = product * factor + _bias(inputs.fc2_bias, expert)
     return result, affine_error(product, error, factor, result)

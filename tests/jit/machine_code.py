@@ -24,6 +24,7 @@ from flashinfer.sm12x.instances import (
     GEMM_INSTANCES,
     INSTANCES,
     MAIN_MODULE,
+    NVFP4,
     Instance,
 )
 
@@ -117,16 +118,17 @@ def units() -> Iterator[Unit]:
     """Every source with kernels."""
     dense = {modules.DENSE.format(row.weights): row.weights for row in DENSE_INSTANCES}
     tables = {module: [row for row in DENSE_INSTANCES if row.weights == each] for module, each in dense.items()}
-    tables |= {modules.FUSED_MOE: MAIN_MODULE, modules.GROUP_GEMM: GEMM_INSTANCES}
+    tables |= {modules.FUSED_MOE: MAIN_MODULE, modules.FUSED_MOE_NVFP4: NVFP4, modules.GROUP_GEMM: GEMM_INSTANCES}
     for module, generate in modules.MODULES.items():
-        others = {modules.FUSED_MOE: modules._LAUNCHER, modules.GROUP_GEMM: modules._GEMM_BINDING}
+        moe = dict.fromkeys((modules.FUSED_MOE, modules.FUSED_MOE_NVFP4), modules._LAUNCHER)
+        others = {**moe, modules.GROUP_GEMM: modules._GEMM_BINDING}
         binding = dict.fromkeys(dense, modules._DENSE_BINDING) | {modules.ROUTER: "sm12x_router_binding.cu"}
         more = {modules.DECODE: "sm12x_decode_attention_binding.cu", modules.PROBE: "sm12x_probe_binding.cu"}
         yield Unit(module, generate, Path((others | binding | more)[module]).stem, None)
         for row in tables.get(module, ()):
             yield Unit(module, generate, row.name, row)
     for row in INSTANCES:
-        if row not in MAIN_MODULE:
+        if row not in (*MAIN_MODULE, *NVFP4):
             yield Unit(modules.FUSED_MOE, partial(modules.gen_fused_moe_instance_module, row), row.name, row)
 
 

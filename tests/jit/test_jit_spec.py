@@ -24,7 +24,7 @@ from flashinfer.jit.sm12x import diagnosis, inspect_sass, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.report import as_table, instance_rows
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
-from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE, index_of
+from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE, NVFP4, Instance, index_of, is_alone
 
 pytestmark = pytest.mark.usefixtures("workspace")
 
@@ -33,21 +33,29 @@ def _set_archs(monkeypatch: pytest.MonkeyPatch, *archs: tuple[int, str]) -> None
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", set(archs))
 
 
-def test_fused_moe_120_is_lean(workspace: Path) -> None:
-    spec = fused_moe.gen_cutlass_fused_moe_sm120_module()
+@pytest.mark.parametrize(
+    ("name", "generate", "rows"),
+    [
+        ("fused_moe_120", fused_moe.gen_cutlass_fused_moe_sm120_module, MAIN_MODULE),
+        ("fused_moe_120_nvfp4", fused_moe.gen_cutlass_fused_moe_sm120_nvfp4_module, NVFP4),
+    ],
+    ids=["mxfp4", "nvfp4"],
+)
+def test_a_moe_module_is_lean(workspace: Path, name: str, generate: Any, rows: tuple[Instance, ...]) -> None:
+    spec = generate()
     assert isinstance(spec, core.JitSpecNvcc)
-    assert spec.name == "fused_moe_120"
+    assert spec.name == name
     assert len(spec.sources) <= 24
-    rendered = [source for source in spec.sources if source.parent == workspace / "generated" / "fused_moe_120"]
-    assert [source.stem for source in rendered] == [row.name for row in MAIN_MODULE]
-    for source, row in zip(rendered, MAIN_MODULE, strict=True):
+    rendered = [source for source in spec.sources if source.parent == workspace / "generated" / name]
+    assert [source.stem for source in rendered] == [row.name for row in rows]
+    for source, row in zip(rendered, rows, strict=True):
         assert row.name in source.read_text()
     assert all(source.is_file() for source in spec.sources)
     assert len({source.name for source in spec.sources}) == len(spec.sources)
-    assert spec.jit_library_path == workspace / "cached_ops" / "fused_moe_120" / "fused_moe_120.so"
+    assert spec.jit_library_path == workspace / "cached_ops" / name / f"{name}.so"
 
 
-@pytest.mark.parametrize("row", [row for row in INSTANCES if row not in MAIN_MODULE], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in INSTANCES if is_alone(row)], ids=lambda row: row.name)
 def test_other_instances_are_modules_of_their_own(row: Any) -> None:
     spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
     assert spec.name == f"fused_moe_120_{row.name}"
@@ -423,7 +431,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8"])
+@pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8", "nvfp4_stream_bf16_m8"])
 @pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)
 def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile(
     name: str, change: dict[str, int]

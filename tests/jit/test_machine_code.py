@@ -19,7 +19,7 @@ from flashinfer._layer import fork_root
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import build, inspect_sass, modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
-from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE
+from flashinfer.sm12x.instances import INSTANCES, MOE_MODULES, is_alone
 
 try:
     toolchain.discover()
@@ -70,7 +70,9 @@ class Compiled:
     def machine_code(self, minor: str) -> dict[str, str]:
         """SASS for compute capability 12.``minor``, by instance."""
         self.patch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", self.folder / "generated")
-        self.patch.setattr(modules, "MAIN_MODULE", self.rows)  # also where a plugin has taken them out of the module
+        self.patch.setitem(
+            MOE_MODULES, "mxfp4", tuple(self.rows)
+        )  # also where a plugin has taken them out of the module
         self.patch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, minor)})
         steps = [step for step in modules.gen_fused_moe_module().plan.steps if step.source.stem in self.names]
         code = {}
@@ -85,7 +87,7 @@ class Compiled:
         """The same for 12.1a, of the modules that other tests run."""
         code = {}
         for row in self.rows:
-            inside = row in modules.MAIN_MODULE  # not where a plugin makes every instance a module of its own
+            inside = not is_alone(row)  # not where a plugin makes every instance a module of its own
             generate = modules.gen_fused_moe_module if inside else partial(modules.gen_fused_moe_instance_module, row)
             spec = embedding_ptx(generate, self.patch, self.folder)
             code[row.name] = machine_code.dumped(
@@ -134,7 +136,7 @@ def test_fences_stand_in_one_place() -> None:
     assert all(body.lstrip().startswith("fence_before_arrival();") for body in arriving)
 
 
-@pytest.mark.parametrize("module", [*modules.MODULES, *(row.name for row in INSTANCES if row not in MAIN_MODULE)])
+@pytest.mark.parametrize("module", [*modules.MODULES, *(row.name for row in INSTANCES if is_alone(row))])
 def test_machine_code_as_built(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     named = [unit for unit in machine_code.units() if module in (unit.module, unit.stem)]
     of_module = [unit for unit in named if unit.generate is named[0].generate]  # others have modules of their own

@@ -57,18 +57,20 @@ from flashinfer.testing.moe_layers import case_of
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 from flashinfer_sm12x_doctor.probe.timing import captured
 
-MODES = (0, 1, 2)
+KINDS = ((0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4"))
+"""Modes and formats of experts."""
 # 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
 INTER_SIZES = (736, 1440, 2880, 2944)
 EXPERT_COUNTS = (8, 32, 128, 256)
 Work = tuple[str, MoECase, list[list[int] | None]]
 
 
-def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
+def tactics_of(case: MoECase, extra: bool) -> list[list[int] | None]:
     """The default, and each instance for both GEMMs; those of Hopper alone only on one, with ``extra``."""
     block_scaled = not extra or has_block_scaled_mma(torch.cuda.current_device())
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [row for row in (SM12X if block_scaled else INSTANCES) if row.activation == Mode(mode).activation]
+    table, activation = SM12X if block_scaled else INSTANCES, Mode(case.mode).activation
+    rows = [row for row in table if row.activation == activation and row.weights == case.weights]
     return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
@@ -82,9 +84,9 @@ def model_cases(quick: bool, extra: bool) -> list[Work]:
             every = name in forced
             if num_tokens not in (many if every and not quick else few):
                 continue
-            for mode in MODES:
-                case = case_of(layer, num_tokens, mode)
-                work.append(("models", case, tactics_of(mode, case, extra) if every else [None]))
+            for mode, weights in KINDS:
+                case = case_of(layer, num_tokens, mode, weights=weights)
+                work.append(("models", case, tactics_of(case, extra) if every else [None]))
     return work
 
 
@@ -93,10 +95,10 @@ def instance_cases(extra: bool) -> list[Work]:
     work: list[Work] = []
     for num_tokens in (1, 7, 40, 150):
         for data in ("normal", "lattice"):
-            for mode in MODES:  # innermost: a run that is cut short has seen each
+            for mode, weights in KINDS:  # innermost: a run that is cut short has seen each
                 sizes = num_tokens, 416, 352, 8, 3, mode
-                case = MoECase(*sizes, data=data, output_dtype=torch.float16)  # type: ignore[arg-type]
-                pairs = tactics_of(mode, case, extra)
+                case = MoECase(*sizes, data=data, output_dtype=torch.float16, weights=weights)  # type: ignore[arg-type]
+                pairs = tactics_of(case, extra)
                 numbers = {row.number: row for row in INSTANCES}
                 forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
                 for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
@@ -109,7 +111,7 @@ def instance_cases(extra: bool) -> list[Work]:
 
 def random_case(rng: random.Random, quick: bool) -> MoECase:
     """An odd shape: sizes, routing, shards, layouts and dtypes drawn independently."""
-    mode = rng.choice(MODES)
+    mode, weights = rng.choice(KINDS)
     ep_size = rng.choice((1, 1, 1, 2, 4))
     experts = rng.choice(EXPERT_COUNTS[:2] if quick else EXPERT_COUNTS)
     inter = rng.choice((96, 352, 736) if quick else INTER_SIZES)
@@ -133,6 +135,7 @@ def random_case(rng: random.Random, quick: bool) -> MoECase:
         bias_dtype=rng.choice((torch.bfloat16, output_dtype)),
         ep_size=ep_size,
         ep_rank=rng.randrange(ep_size),
+        weights=weights,
     )
 
 
@@ -141,7 +144,7 @@ def random_cases(rng: random.Random, count: int, quick: bool, extra: bool) -> li
     work: list[Work] = []
     for _ in range(count):
         case = random_case(rng, quick)
-        forced = [pair for pair in tactics_of(case.mode, case, extra) if pair]
+        forced = [pair for pair in tactics_of(case, extra) if pair]
         work.append(("random", case, [None, rng.choice(forced)]))
     return work
 
@@ -360,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
                 traceback.print_exc()
             continue
         for tactic, outcome in zip(tactics, outcomes, strict=True):
-            ran[f"mode {case.mode}"] += 1
+            ran[f"mode {case.mode}, {case.weights}"] += 1
             ran["forced" if tactic else "default tactic"] += 1
             checks.update(outcome.checks)
             worst = max(worst, 0.0 if outcome.used != outcome.used else outcome.used)

@@ -27,6 +27,7 @@ from flashinfer.sm12x.instances import (
     IN_KERNEL_ENTRIES,
     INSTANCES,
     MAIN_MODULE,
+    NVFP4,
     ROW_TILE,
     SM12X,
     Instance,
@@ -78,8 +79,10 @@ def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
 
 
 def check_moe(device: VirtualDevice, case: MoECase, seed: int, profile_ids: list[int] | None = None) -> MoEInputs:
-    """Assert that the layer keeps its bound and that no watcher reports."""
+    """Assert that the layer keeps its bound and that no watcher reports; its experts have the format of the tactics."""
     print("seed", seed)
+    if profile_ids:
+        case = dataclasses.replace(case, weights=INSTANCES[profile_ids[0]].weights)
     inputs = make_moe_inputs(case, seed)
     output = run_moe(device, inputs, case.mode, profile_ids)
     used = check_within_bound(
@@ -449,6 +452,23 @@ def test_any_weight_scale(device, instance, exponent):
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
 
 
+@pytest.mark.parametrize("instance", NVFP4, ids=names(NVFP4))
+@pytest.mark.parametrize("low", [0, 0x40, 0x77], ids=lambda low: f"scales from {low:#x}")
+def test_any_scale_of_nvfp4(device, instance, low):
+    """Subnormals and zero among them, and the largest, 448; sign bits, which nobody reads."""
+    case = MoECase(3, 160, 96, 4, 2, 2, biases=False, swiglu_parameters=False, weights="nvfp4")
+    inputs = make_moe_inputs(case, 645 + low)
+    print("seed", 645 + low)
+    generator = torch.Generator().manual_seed(645 + low)
+    for scales in (inputs.fc1_scales, inputs.fc2_scales):
+        numbers = torch.randint(low, low + 8, scales.shape, generator=generator, dtype=torch.uint8)
+        scales.copy_(numbers | torch.randint(0, 2, scales.shape, generator=generator, dtype=torch.uint8) << 7)
+    output = run_moe(device, inputs, 2, [instance.index] * 2)
+    reference, bound = moe_reference(inputs, TENSOR_CORE)
+    assert torch.isfinite(bound).all()
+    check_within_bound(output, reference, bound, f"scales from {low}")
+
+
 @pytest.mark.parametrize(
     ("instance", "mode", "swizzled"),
     [
@@ -460,12 +480,14 @@ def test_any_weight_scale(device, instance, exponent):
         (FOLDING[0], 0, False),
         (FOLDING[0], 1, True),
         (FOLDING[1], 2, True),
+        (NVFP4[0], 2, True),
+        (NVFP4[-1], 2, True),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
     """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
-    case = MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled)
+    case = MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled, weights=instance.weights)
     inputs = make_moe_inputs(case, 660 + mode)
     print("seeds", 660 + mode, 670)
     nan = 0

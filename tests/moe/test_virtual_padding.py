@@ -8,7 +8,7 @@ import torch
 from virtual_devices import virtual_fixture
 
 import flashinfer
-from flashinfer.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, MAIN_MODULE
+from flashinfer.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, SM12X
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -23,12 +23,11 @@ device = virtual_fixture(accumulation_bits=WIDE.sum_bits)
 
 
 def tactics() -> list[object]:
-    """Each mode with a streamed tactic and with a pair of GEMMs."""
+    """Each mode, and format of experts, with a streamed tactic and with a pair of GEMMs."""
     found = []
     for mode, name in MODES.items():
-        fitting = [row for row in MAIN_MODULE if row.activation == ("bf16" if mode == 2 else "mxfp8")]
-        for streamed in (True, False):
-            row = next(row for row in fitting if row.streamed == streamed)
+        fitting = [row for row in SM12X if row.activation == ("bf16" if mode == 2 else "mxfp8")]
+        for row in {(row.weights, row.streamed): row for row in reversed(fitting)}.values():
             found.append(pytest.param(mode, row.index, id=f"{name}, {row.name}"))
     return found
 
@@ -46,7 +45,9 @@ def layer(device: VirtualDevice, inputs: MoEInputs, tactic: int, **options: bool
 @pytest.mark.parametrize("tokens", [FEW, MANY], ids=lambda tokens: f"{tokens} tokens")
 @pytest.mark.parametrize(("mode", "tactic"), tactics())
 def test_a_batch_of_padding_is_zeros(device: VirtualDevice, mode: int, tactic: int, tokens: int) -> None:
-    inputs = make_moe_inputs(MoECase(tokens, HIDDEN, INTER, EXPERTS, TOP_K, mode), 800 + tactic)
+    inputs = make_moe_inputs(
+        MoECase(tokens, HIDDEN, INTER, EXPERTS, TOP_K, mode, weights=INSTANCES[tactic].weights), 800 + tactic
+    )
     inputs.token_selected_experts.fill_(-1)
     zeros = torch.zeros((tokens, HIDDEN), dtype=torch.bfloat16)
     assert torch.equal(layer(device, inputs, tactic), zeros)
@@ -61,7 +62,9 @@ def test_padding_between_tokens(device: VirtualDevice, mode: int, tactic: int, t
     seed = 820 + tactic
     print("seed", seed)
     shard = {} if rank is None else {"ep_size": 2, "ep_rank": rank}
-    inputs = make_moe_inputs(MoECase(tokens, HIDDEN, INTER, EXPERTS, TOP_K, mode, **shard), seed)
+    inputs = make_moe_inputs(
+        MoECase(tokens, HIDDEN, INTER, EXPERTS, TOP_K, mode, weights=INSTANCES[tactic].weights, **shard), seed
+    )
     ids = inputs.token_selected_experts
     ids[[0, 4, tokens - 1]] = -1
     ids[2, 1] = ids[3, 0] = -1

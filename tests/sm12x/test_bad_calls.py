@@ -41,6 +41,7 @@ def _group_gemm() -> Arguments:
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, lambda mode=mode: _moe(mode)) for mode in range(3)},
+    "MoE, NVFP4": (flashinfer.cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
     "MoE, other kinds": (flashinfer.cutlass_fused_moe, lambda: _moe(0)),
     "MoE, SwigluStep": (flashinfer.cutlass_fused_moe, lambda: _moe(0, swiglu_step=True)),
     "MoE workspace, other kinds": (cutlass_fused_moe_workspace_size, workspace_sizes),
@@ -91,7 +92,7 @@ EITHER = (TypeError, ValueError)
 BAD_LAYOUTS = ("swizzled", 7, 2.5, [0], SfLayout.layout_8x4)
 OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
 # For the other calls the CPU's words are those of a GPU (test_virtual_contract.py), or a GPU's call is upstream's.
-ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
+ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, NVFP4", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
 # The change: a value, or how it is made of the right one. Without another type the error is a ValueError.
 BAD: dict[str, list[tuple[Any, ...]]] = {
     "MoE 0": [
@@ -194,6 +195,37 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"quant_scales": lambda s: [*s, *s]}, "^quant_scales is a list of 4; mode W4A16 takes the 2 tensors"),
         ({"quant_scales[1]": lambda s: s[:7]}, r"^quant_scales\[1\] is .*\(7, 256, 4\)"),
         ({"profile_ids": [0, -1]}, r"^profile_ids is \[0, -1\].*mode W4A16, one of 3008128 \(bf16_m8_k128\), 3016128 "),
+    ],
+    "MoE, NVFP4": [
+        ({"input": lambda x: x.half()}, r"^input is torch.float16.*torch.bfloat16"),
+        (
+            {"quant_scales": lambda s: [t.view(torch.uint8) for t in s]},
+            r"^quant_scales is a list of 4; mode W4A16 takes the 2 tensors .* or, with NVFP4 weights, the 4 of W4A8, block scales "
+            r"torch\.float8_e4m3fn",
+        ),
+        ({"quant_scales[0]": lambda s: s.view(torch.uint8)}, r"^quant_scales\[0\] is torch.uint8 \(8, 256, 12\)"),
+        ({"quant_scales[2]": lambda s: s.view(torch.uint8)}, r"^quant_scales\[2\] is torch.uint8 \(8, 256, 8\)"),
+        (
+            {"quant_scales[0]": lambda s: s[..., :8]},
+            r"^quant_scales\[0\] is .*\(8, 256, 8\).*float8_e4m3fn \(8, 256, 12\)",
+        ),
+        ({"quant_scales[2]": lambda s: s[:7]}, r"^quant_scales\[2\] is .*\(7, 256, 8\).*float8_e4m3fn \(8, 256, 8\)"),
+        (
+            {"quant_scales[1]": lambda s: s[:7]},
+            r"^quant_scales\[1\] is torch.float32 \(7,\).*\(8,\).*one factor per local",
+        ),
+        ({"quant_scales[3]": lambda s: None}, r"^quant_scales\[3\] is None", TypeError),
+        ({"quant_scales": lambda s: s[:3]}, r"^quant_scales is a list of 3; mode W4A16 takes the 2 tensors"),
+        ({"use_mxfp8_act_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),
+        (
+            {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": False},
+            r"^quant_scales\[0\] is torch.float8_e4m3fn .* it must be contiguous 128x4 block scales, torch.uint8 ",
+        ),
+        (
+            {"profile_ids": [3008128, -1]},
+            r"^profile_ids is \[3008128, -1\].*mode W4A16, one of 13008128 \(nvfp4_bf16_m8_k128\), 13016128 ",
+        ),
+        ({"input_sf": torch.zeros(1024, dtype=torch.uint8)}, "^input_sf is .*mode W4A16 takes an unquantized input"),
     ],
     "MoE 1": [
         ({"use_w4_group_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),

@@ -8,6 +8,7 @@ row, as whether all scales are small enough to be multiplied while weights are e
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.gemm import dense_block_scaled
-from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, Instance
+from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, NVFP4, Instance
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -80,16 +81,23 @@ def stretch(x: torch.Tensor, half: Half) -> torch.Tensor:
     return (x.float().unflatten(1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(1).to(x.dtype)
 
 
-@pytest.mark.parametrize("instance", MAIN_MODULE, ids=lambda row: row.name)
+def e4m3_of(linear: torch.Tensor) -> torch.Tensor:
+    """NVFP4's for scales of 32: a large one is 2^9 times a small one, two blocks of 16 in one of 32."""
+    return torch.where((linear > 128).repeat_interleave(2, -1), 0x75, 0x2D).to(torch.uint8)
+
+
+@pytest.mark.parametrize("instance", [*MAIN_MODULE, *NVFP4], ids=lambda row: row.name)
 def test_a_layer(device: VirtualDevice, instance: Instance) -> None:
     mode = 2 if instance.activation == "bf16" else 0
     hidden, inter, tokens = 256, 256, max(instance.token_tile, 16)
     print("seeds from", SEED)
     for of_weights, of_tokens, seed in halves():
         case = MoECase(tokens, hidden, inter, 2, 1, mode, biases=False, swiglu_parameters=False, global_scales=False)
+        case = dataclasses.replace(case, weights=instance.weights)
         inputs = make_moe_inputs(case, seed)
         for scales, rows, k in ((inputs.fc1_scales, 2 * inter, hidden), (inputs.fc2_scales, hidden, inter)):
             linear = torch.stack([of_weights.exponents(rows, k // BLOCK, seed + expert) for expert in range(2)])
+            linear = e4m3_of(linear) if instance.weights == "nvfp4" else linear
             scales.view(torch.uint8).copy_(swizzle_scales(linear).view(scales.shape))
         if mode == 2:
             inputs.input = stretch(inputs.input, of_tokens)
@@ -127,11 +135,8 @@ def test_a_dense_layer(device: VirtualDevice, instance: Instance) -> None:
     for of_weights, of_tokens, seed in halves():
         inputs = make_dense_inputs(DenseCase(tokens, n, k, form, TOKENS_OF[instance.operand]), seed)
         x, weight, scales = inputs.arguments
-        if form == "nvfp4":  # E4M3: a large one is 2^9 times a small one, two blocks of 16 in one of 32
-            linear = (of_weights.exponents(n, k // BLOCK, seed) > 128).repeat_interleave(2, 1)
-            linear = torch.where(linear, 0x75, 0x2D).to(torch.uint8)
-        else:
-            linear = of_weights.exponents(n, k // BLOCK, seed)
+        linear = of_weights.exponents(n, k // BLOCK, seed)
+        linear = e4m3_of(linear) if form == "nvfp4" else linear
         scales = swizzle_scales(linear).view(scales.shape)
         if "x_scale" in inputs.named:
             of_x = swizzle_scales(of_tokens.exponents(tokens, k // BLOCK, seed) - 10)

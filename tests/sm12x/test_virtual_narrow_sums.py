@@ -115,7 +115,7 @@ def test_a_dense_gemm_on_the_virtual_sm121(row: Instance) -> None:
 def in_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that multiply in half precision, of the instances that the tests run: compiling all takes minutes."""
     monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "1")
-    monkeypatch.setattr(modules, "MAIN_MODULE", EXTREMES)
+    monkeypatch.setattr(modules, "MOE_MODULES", {"mxfp4": EXTREMES})
     monkeypatch.setattr(modules, "GEMM_INSTANCES", GEMM_INSTANCES[:1])
     monkeypatch.setattr(modules, "DENSE_INSTANCES", DENSE)
 

@@ -8,6 +8,7 @@ read or written out of bounds the virtual device reports.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,6 +29,7 @@ from flashinfer.sm12x.instances import (
     INSTANCES,
     MAIN_MODULE,
     MAX_EXPERTS,
+    NVFP4,
     STREAM_ENTRIES,
     Format,
     Instance,
@@ -47,8 +49,9 @@ from flashinfer.testing.virtual_device import VirtualDevice
 device = virtual_fixture()
 MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
 HIDDEN, INTER = 96, 64
+ROWS = (*MAIN_MODULE, *NVFP4)
 EACH_KIND = list(
-    {(row.streamed, row.multiplies): row for row in sorted(MAIN_MODULE, key=lambda row: -row.token_tile)}.values()
+    {(row.streamed, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.token_tile)}.values()
 )
 """The narrowest of what routes, packs and adds up in ways of its own."""
 FORMS: dict[Format, str] = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
@@ -81,6 +84,8 @@ def compared_with() -> set[int]:
 
 
 def check(device: VirtualDevice, case: MoECase, tactic: int | None, seed: int) -> None:
+    if tactic is not None:
+        case = dataclasses.replace(case, weights=INSTANCES[tactic].weights)
     inputs = make_moe_inputs(case, seed)
     output = run_moe(device, inputs, case.mode, None if tactic is None else [tactic] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{case}, tactic {tactic}, seed {seed}")
@@ -91,14 +96,19 @@ def mode_of(row: Instance) -> int:
     return 2 if row.activation == "bf16" else 0
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODES.get)
-def test_tokens_at_which_the_planner_changes_a_layers_tactic(device: VirtualDevice, mode: int) -> None:
+@pytest.mark.parametrize(("mode", "weights"), [*((mode, "mxfp4") for mode in MODES), (2, "nvfp4")])
+def test_tokens_at_which_the_planner_changes_a_layers_tactic(device: VirtualDevice, mode: int, weights: str) -> None:
     experts = 2
-    switches = changes_of(lambda tokens: plan_moe(tokens, 1, experts, HIDDEN, INTER, mode), range(1, 600))
-    assert len(switches) >= 4, switches
+
+    def planned(tokens: int) -> tuple[int, int]:
+        return plan_moe(tokens, 1, experts, HIDDEN, INTER, mode, weights=weights)
+
+    switches = changes_of(planned, range(1, 600))
+    assert len(switches) >= (4 if weights == "mxfp4" else 3), switches
     print("seeds", switches)
     for tokens in around(switches):
-        check(device, MoECase(tokens, HIDDEN, INTER, experts, 1, mode, biases=tokens % 2 == 0), None, tokens)
+        case = MoECase(tokens, HIDDEN, INTER, experts, 1, mode, biases=tokens % 2 == 0, weights=weights)
+        check(device, case, None, tokens)
 
 
 @pytest.mark.parametrize("row", EACH_KIND, ids=lambda row: row.name)
@@ -111,7 +121,7 @@ def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: In
         check(device, case, row.index if row.takes(pairs, HIDDEN, INTER) else None, pairs)
 
 
-@pytest.mark.parametrize("row", MAIN_MODULE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_rows_of_an_expert_around_a_tile(device: VirtualDevice, row: Instance) -> None:
     """The rows are around the token tile, two of them, and the eight tokens of an MMA."""
     for rows in around({8, row.token_tile, 2 * row.token_tile}):

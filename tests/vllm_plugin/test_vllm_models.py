@@ -320,7 +320,7 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
     """With what Hopper's planner may choose besides, which a request would wait for."""
     from flashinfer.fused_moe import sm12x_launch
-    from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
+    from flashinfer.sm12x.instances import HOPPER, INSTANCES, is_alone
     from flashinfer_sm12x_vllm import moe
 
     monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
@@ -352,7 +352,7 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
         )
         served.load_model(config)
     # Streams for a longer K than this checkpoint's are left out.
-    of_its_own = [row.name for row in HOPPER if row not in MAIN_MODULE and row.k_tile <= 256 and capability == "9.0"]
+    of_its_own = [row.name for row in HOPPER if is_alone(row) and row.k_tile <= 256 and capability == "9.0"]
     assert order == ["build", *of_its_own, "load"]
 
 
@@ -681,10 +681,10 @@ def test_experts_of_a_rank_must_be_consecutive():
     from flashinfer_sm12x_vllm import moe
 
     linear = torch.tensor([-1, -1, -1, -1, 0, 1, 2, 3])
-    moe._require_contiguous_experts(None, 0, 8)
-    moe._require_contiguous_experts(linear, 1, 4)
+    moe.require_contiguous_experts(None, 0, 8)
+    moe.require_contiguous_experts(linear, 1, 4)
     with pytest.raises(ValueError, match="--expert-placement-strategy linear"):
-        moe._require_contiguous_experts(torch.tensor([0, -1, 1, -1, 2, -1, 3, -1]), 0, 4)
+        moe.require_contiguous_experts(torch.tensor([0, -1, 1, -1, 2, -1, 3, -1]), 0, 4)
 
 
 def test_the_plugin_is_registered_again_and_again_and_never_raises(log, monkeypatch):

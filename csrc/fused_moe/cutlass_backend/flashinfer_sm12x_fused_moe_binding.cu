@@ -28,6 +28,13 @@ const Instance* checked_instance(int64_t tactic, Element activation) {
   return instance;
 }
 
+// Block scales are read by their format's layout, whatever the tensor's shape.
+void check_scales(const TensorView& scales, const Instance& instance, int experts, int rows, int k, const char* name) {
+  const int64_t needed = experts * swizzled_scale_bytes(instance.weights, rows, k);
+  TVM_FFI_CHECK(scales.numel() == needed, ValueError)
+      << name << " has " << scales.numel() << " scales; the tactic's weights have " << needed;
+}
+
 ExpertWeights expert_weights(const TensorView& weights, const TensorView& scales, const Optional<TensorView>& global,
                              const Optional<TensorView>& bias, const char* name) {
   return {data<const uint8_t>(weights), data<const uint8_t>(scales), data_or_null<const float>(global),
@@ -126,6 +133,8 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);
+  check_scales(fc1_sf, *a.fc1_instance, a.shape.num_experts, 2 * a.shape.inter, a.shape.hidden, "fc1_sf");
+  check_scales(fc2_sf, *a.fc2_instance, a.shape.num_experts, a.shape.hidden, a.shape.inter, "fc2_sf");
   a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);

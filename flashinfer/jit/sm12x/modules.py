@@ -3,7 +3,8 @@
 
 ===============================  =================================================================
 ``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per instance of ``MAIN_MODULE``
-``fused_moe_120_<instance>``     another instance, registered with the module above
+``fused_moe_120_nvfp4``          the same of NVFP4 weights
+``fused_moe_120_<instance>``     another instance, registered with one of the modules above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
@@ -33,7 +34,7 @@ from flashinfer._layer import fork_root, wheel_root
 from flashinfer.sm12x import variables
 from flashinfer.sm12x.models import MODELS
 
-from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
+from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .diagnosis import WARN_OF_LOCAL_MEMORY
@@ -41,6 +42,7 @@ from .spec import JitSpecSm12x
 from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
 FUSED_MOE = "fused_moe_120"
+FUSED_MOE_NVFP4 = "fused_moe_120_nvfp4"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
 DENSE = "dense_{}_sm12x"
 ROUTER = "router_sm12x"
@@ -133,23 +135,29 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     return bits is not None and bits < NARROWEST_SUM
 
 
-def gen_fused_moe_module() -> JitSpecSm12x:
-    """The spec of ``fused_moe_120``.
+def gen_fused_moe_module(weights: str = "mxfp4") -> JitSpecSm12x:
+    """The spec of ``fused_moe_120``, or of ``fused_moe_120_nvfp4``: a model has experts in one format.
+
+    Args:
+        weights: The experts' format, one of ``MOE_WEIGHTS``.
 
     Raises:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
-    return _spec(FUSED_MOE, [_MOE_BINDING, _LAUNCHER, _REGISTRY], _MOE_TEMPLATE, MAIN_MODULE)
+    name = {"mxfp4": FUSED_MOE, "nvfp4": FUSED_MOE_NVFP4}[weights]
+    rows = MOE_MODULES[weights]
+    kinds = [kind for kind in MMA_KINDS if kind in {FORMATS[row.operand].mma for row in rows}]
+    return _spec(name, [_MOE_BINDING, _LAUNCHER, _REGISTRY], _MOE_TEMPLATE, rows, mma_kinds=kinds)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
-    """The spec of the small module that holds one instance which is not in ``fused_moe_120``.
+    """The spec of the small module that holds one instance which is in no module of :func:`gen_fused_moe_module`.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
-        ValueError: the instance is in ``fused_moe_120``.
+        ValueError: the instance is in one of those.
     """
-    if instance in MAIN_MODULE:
+    if not is_alone(instance):
         raise ValueError(f"{instance.name} is part of {FUSED_MOE} and has no module of its own")
     binding = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cpp"
     return _spec(f"{FUSED_MOE}_{instance.name}", [binding], _MOE_TEMPLATE, [instance], alone=True)
@@ -214,7 +222,7 @@ def gen_shipped_modules() -> list[JitSpecSm12x]:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    single = [gen_fused_moe_instance_module(row) for row in SM12X if row not in MAIN_MODULE]
+    single = [gen_fused_moe_instance_module(row) for row in SM12X if is_alone(row)]
     return [*gen_operator_modules(), *single]
 
 
@@ -229,6 +237,7 @@ def gen_probe_module() -> JitSpecSm12x:
 
 MODULES: dict[str, Callable[[], JitSpecSm12x]] = {
     FUSED_MOE: gen_fused_moe_module,
+    FUSED_MOE_NVFP4: partial(gen_fused_moe_module, "nvfp4"),
     GROUP_GEMM: gen_group_gemm_module,
     **{
         DENSE.format(weights): partial(gen_dense_module, weights)

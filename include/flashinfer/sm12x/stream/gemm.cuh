@@ -276,8 +276,11 @@ class SlabMultiplier {
         ptx::store_shared_vector(operands_[w].weights + stage + i, kZeros);
         ptx::store_shared_vector(operands_[w].weights + stage + next_weights + i, kZeros);
       }
-      ptx::store_shared_byte(operands_[w].scale + stage + quarter(first_row_), 0);
-      ptx::store_shared_byte(operands_[w].scale + stage + next_scale_ + quarter(first_row_ + second_part_), 0);
+#pragma unroll
+      for (int i = 0; i < Shape::kScaleWords; ++i) {  // a block's scales
+        ptx::store_shared_byte(operands_[w].scale + stage + quarter(first_row_) + i, 0);
+        ptx::store_shared_byte(operands_[w].scale + stage + next_scale_ + quarter(first_row_ + second_part_) + i, 0);
+      }
     }
     __syncwarp();
   }

@@ -69,8 +69,8 @@
 
 namespace flashinfer::sm12x {
 
-template <Element kActivation_, int kTokenTile, int kWords, int kMmaWarps>
-struct StreamConfig : StreamShape<Element::kE2m1, kTokenTile, kWords, kMmaWarps, false> {
+template <Element kActivation_, Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
+struct StreamConfig : StreamShape<kWeights, kTokenTile, kWords, kMmaWarps, false> {
   static constexpr Element kActivation = kActivation_;
   // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
   static constexpr int kWideFifths = 6;
@@ -398,7 +398,7 @@ class StreamEpilogue {
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
     const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
     constexpr int kOutputs = kGemm == 0 ? kSlabRows / 2 : kSlabRows;
-    const float scale = load_or(g.global_scale, tile.expert(), 1.0f);
+    const float scale = SlabMultiplier<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
     Swiglu swiglu = {};
     if constexpr (kGemm == 0) swiglu = Swiglu::of_expert(p.swiglu, tile.expert());
     for (int slab = 0; slab < g.groups; ++slab) {

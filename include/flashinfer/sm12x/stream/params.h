@@ -154,8 +154,9 @@ struct StreamedGemmPlan {
 };
 
 // A stream of a MoE layer: FC1, with up and gate rows, or FC2. `k_tile`: what a warp takes of K.
-constexpr StreamedGemmPlan moe_stream_plan(int k_tile, int mma_warps, int token_tile, bool fc1, int out, int k) {
-  return {Element::kE2m1, k_tile / kScaleChunkElements, mma_warps, token_tile, fc1 ? 2 : 1, out, k, 1, false};
+constexpr StreamedGemmPlan moe_stream_plan(Element weights, int k_tile, int mma_warps, int token_tile, bool fc1,
+                                           int out, int k) {
+  return {weights, k_tile / kScaleChunkElements, mma_warps, token_tile, fc1 ? 2 : 1, out, k, 1, false};
 }
 
 // 128x4 scales as words [matrices x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all

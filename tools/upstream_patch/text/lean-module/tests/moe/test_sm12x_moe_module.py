@@ -63,7 +63,7 @@ def _run(layer, mode, tactic):
 @pytest.mark.parametrize("tokens", [1, 7, 70])
 def test_sm12x_moe_module(row, tokens):
     skip_unless_sm12x()
-    layer = make_layer(tokens, top_k=2, experts=4, hidden=256, inter=160)
+    layer = make_layer(tokens, 2, 4, 256, 160, row.weights)
     if not row.takes(tokens * 2, 256, 160):
         pytest.skip("more rows than a streamed layer takes")
     for mode in ["bf16"] if row.activation == "bf16" else ["mxfp8", "half"]:

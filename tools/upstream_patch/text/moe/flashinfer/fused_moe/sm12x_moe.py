@@ -1,4 +1,4 @@
-"""MoE layers with MXFP4 weights on SM120 and SM121 (``backend="sm12x"``).
+"""MoE layers with MXFP4 or NVFP4 weights on SM120 and SM121 (``backend="sm12x"``).
 
 Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias, routing weights and the sum over a
 token's experts, whose order is fixed. A streamed row of the tables is one launch for both. The kernels route by
@@ -51,7 +51,7 @@ STREAMED_ROWS = 4.5
 
 
 def choose_moe(
-    activation: Format, num_rows: int, num_experts: int, hidden: int, inter: int, all_sms: bool = True
+    activation: Format, weights: str, num_rows: int, num_experts: int, hidden: int, inter: int, all_sms: bool = True
 ) -> Instance:
     """The row for a layer; ``num_rows`` is tokens times top_k.
 
@@ -59,7 +59,7 @@ def choose_moe(
     chosen from.
     """
     rows = expected_rows(num_rows, num_experts)
-    fitting = [row for row in INSTANCES if row.activation == activation]
+    fitting = [row for row in INSTANCES if (row.activation, row.weights) == (activation, weights)]
     if all_sms and rows <= STREAMED_ROWS:
         for row in fitting:
             if row.streamed and row.takes(num_rows, hidden, inter):
@@ -70,7 +70,7 @@ def choose_moe(
 def default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int]:
     rows = problem.num_tokens * problem.top_k
     sizes = problem.routed_experts, problem.hidden, problem.inter
-    row = choose_moe(problem.mode.activation, rows, *sizes, all_sms)
+    row = choose_moe(problem.mode.activation, problem.weights, rows, *sizes, all_sms)
     return row.index, row.index
 
 
@@ -89,7 +89,7 @@ def _mode(given: dict[str, Any], device: torch.device, x_dtype: torch.dtype, wei
     mode = select_mode(x_dtype, weight_dtype, **_selected(given, _MODE_PARAMETERS))
     if mode in (None, Mode.AUTO):
         raise ValueError(
-            "backend='sm12x' takes MXFP4 weights (uint8 or int64), SwiGLU, and "
+            "backend='sm12x' takes packed e2m1 weights (uint8 or int64), SwiGLU, and "
             "use_mxfp8_act_scaling (W4A8) or use_w4_group_scaling (W4A16)"
         )
     return mode
@@ -102,7 +102,8 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     ``(E, 2 * inter, hidden / 2)`` (stacked ``[up; gate]``) and
     ``(E, hidden, inter / 2)``, block scales UE8M0 in the 128x4 layout of each expert.
     ``quant_scales`` are ``[fc1_sf, fc1_global, fc2_sf, fc2_global]`` for W4A8 and
-    ``[fc1_sf, fc2_sf]`` for W4A16. Expert ids of other ranks and -1 contribute
+    ``[fc1_sf, fc2_sf]`` for W4A16. With NVFP4 weights (W4A16) they are the four, block
+    scales ``float8_e4m3fn``. Expert ids of other ranks and -1 contribute
     nothing.
     """
     foreign = "clamped_relu2_limit", "situ_beta", "situ_linear_beta"
@@ -132,7 +133,7 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     if call.profile_ids is None:
         tactics = tuned_tactics(problem, call, default)
     else:
-        tactics = resolved_pair(wanted_tactics(call.profile_ids, problem.mode), default)
+        tactics = resolved_pair(wanted_tactics(call.profile_ids, problem.mode, INSTANCES, problem.weights), default)
     if not launch(problem, call, workspace, tactics):
         launch(problem, call, workspace, default_tactics(problem, all_sms=False))
     return output

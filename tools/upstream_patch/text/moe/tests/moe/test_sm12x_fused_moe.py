@@ -35,6 +35,18 @@ def test_sm12x_fused_moe(mode, tokens, hidden, inter):
     assert torch.equal(out, _run(layer, mode))
 
 
+@pytest.mark.parametrize("tokens", [1, 6, 150])
+@pytest.mark.parametrize("hidden,inter", [(128, 128), (288, 160)])
+def test_nvfp4_weights(tokens, hidden, inter):
+    skip_unless_sm12x()
+    layer = make_layer(tokens, 2, 5, hidden, inter, "nvfp4")
+    out = _run(layer, "bf16")
+    assert_layer(out, layer, w4a8=False)
+    assert torch.equal(out, _run(layer, "bf16"))
+    with pytest.raises(ValueError, match="NVFP4"):
+        _run(layer, "bf16", quant_scales=[each.view(torch.uint8) for each in layer.arguments("bf16")["quant_scales"]])
+
+
 @pytest.mark.parametrize("mode", ["mxfp8", "bf16"])
 def test_expert_parallel_ranks_and_padding(mode):
     skip_unless_sm12x()
@@ -73,7 +85,7 @@ def test_errors_come_before_a_launch():
     layer = make_layer(2, 2, 4, 128, 128)
     with pytest.raises(ValueError, match=r"it must be \[fc1_tactic, fc2_tactic\]"):
         _run(layer, "mxfp8", profile_ids=[17, 17])
-    with pytest.raises(ValueError, match="takes MXFP4 weights"):
+    with pytest.raises(ValueError, match="takes packed e2m1 weights"):
         _run(layer, "mxfp8", use_mxfp8_act_scaling=False)
     with pytest.raises(ValueError, match="swiglu_alpha is"):
         _run(layer, "mxfp8", swiglu_alpha=layer.named["swiglu_alpha"][:2])

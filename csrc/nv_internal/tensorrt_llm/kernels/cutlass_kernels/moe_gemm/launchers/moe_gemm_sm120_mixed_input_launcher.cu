@@ -107,8 +107,9 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
     if (reinterpret_cast<uintptr_t>(matrices[i].bias) % 16 != 0) {
       return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
     }
-    const StreamedGemmPlan plan = moe_stream_plan(instance.k_tile, instance.mma_warps, instance.token_tile, i == 0,
-                                                  i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
+    const StreamedGemmPlan plan =
+        moe_stream_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile, i == 0,
+                        i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
     p.gemm[i] = plan.make();
     if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
     p.stage_bytes = std::max(p.stage_bytes, plan.stage_bytes(p.gemm[i]));

@@ -40,10 +40,12 @@ struct KernelLauncher {
 };
 
 // A rendered MoE source instantiates this: both GEMMs of one tile configuration.
-template <Element kActivation, Element kOperand, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+template <Element kActivation, Element kOperand, Element kWeights, int kTokenTile, int kKTile, int kStages,
+          int kBlocksPerSm>
 struct MoeInstance {
   template <Role kRole>
-  using Gemm = KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  using Gemm =
+      KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm, kWeights>>;
   using Fc1 = Gemm<Role::kFc1>;
   using Fc2 = Gemm<Role::kFc2>;
 
@@ -59,7 +61,7 @@ struct MoeInstance {
                               : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, kOperand, Element::kE2m1, kTokenTile, kKTile};
+    Instance instance = {index, kActivation, kOperand, kWeights, kTokenTile, kKTile};
     instance.fc1 = Fc1::launch;
     instance.fc2 = Fc2::launch;
     instance.blocks_per_sm = blocks_per_sm;
@@ -85,16 +87,16 @@ struct GroupGemmInstance {
 };
 
 // The layer in one launch.
-template <Element kActivation, int kTokenTile, int kWords, int kMmaWarps>
+template <Element kActivation, Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
 struct StreamedLayerInstance {
-  using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
+  using Config = StreamConfig<kActivation, kWeights, kTokenTile, kWords, kMmaWarps>;
   static constexpr int kFixedBytes = StreamStorage::kRing;
   static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
     const StreamedGemmPlan plan =
-        moe_stream_plan(kWords * kScaleChunkElements, kMmaWarps, kTokenTile, parts == 2, out, k);
+        moe_stream_plan(kWeights, kWords * kScaleChunkElements, kMmaWarps, kTokenTile, parts == 2, out, k);
     const StreamedGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
@@ -130,7 +132,7 @@ struct StreamedLayerInstance {
                          /*cooperative=*/true);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, Element::kBf16, Element::kE2m1, kTokenTile, kWords * kScaleChunkElements};
+    Instance instance = {index, kActivation, Element::kBf16, kWeights, kTokenTile, kWords * kScaleChunkElements};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
     instance.stream_moe = launch;

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-# take flashinfer/sm12x/instances.py: MAX_EXPERTS STREAM_ENTRIES Format Layer ElementFormat FORMATS _MULTIPLIES Instance
-# take flashinfer/sm12x/instances.py: _BF16 _MXFP8_M8 PAIRS
-INSTANCES: tuple[Instance, ...] = PAIRS
+# take flashinfer/sm12x/instances.py: MAX_EXPERTS STREAM_ENTRIES Format Layer ElementFormat FORMATS _MULTIPLIES MOE_WEIGHTS Instance
+# take flashinfer/sm12x/instances.py: _BF16 _MXFP8_M8 PAIRS NVFP4_PAIRS
+INSTANCES: tuple[Instance, ...] = (*PAIRS, *NVFP4_PAIRS)
 _PLACES = {row.name: place for place, row in enumerate(INSTANCES)}
 # take flashinfer/sm12x/instances.py: _NAMES tactic index_of

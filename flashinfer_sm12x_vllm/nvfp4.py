@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 experts of any model on ``flashinfer.fused_moe.cutlass_fused_moe``, W4A16: tokens stay bfloat16.
+
+vLLM's methods load and prepare the weights, those of modelopt's and of compressed-tensors' checkpoints, as for
+FlashInfer's CUTLASS backend: up over gate, scales in 128x4 layout, nothing padded but scales. The scales of a checkpoint's
+own activations (W4A4) are not used: the fork rounds no activation, and takes batches of every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+
+from . import moe, settings
+
+logger = init_logger("vllm.flashinfer_sm12x")
+
+# 2 x the intermediate size is padded to 128 by vLLM's preparation, which refuses gated layers where that adds rows.
+ROWS_OF_SCALES = 128
+
+
+class SM12xNvfp4Experts(moe.SM12xExperts):
+    """NVFP4 experts with bfloat16 tokens, in the layout of vLLM's FlashInfer CUTLASS backend."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key == kNvfp4Static and activation_key in (None, kNvfp4Dynamic)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Not vLLM's, which multiplies global scales by those of quantized activations."""
+        moe.require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, *_unused: Any, **_named: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """vLLM's takes tokens for packed ones, half as wide as the output."""
+        return (M, K), (0,), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        **_unused: Any,
+    ) -> None:
+        """vLLM's call in W4A16."""
+        from flashinfer.fused_moe import cutlass_fused_moe
+
+        of_oai = activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        cutlass_fused_moe(
+            input=hidden_states,
+            token_selected_experts=topk_ids.to(torch.int),
+            token_final_scales=topk_weights,
+            fc1_expert_weights=w1,
+            fc2_expert_weights=w2,
+            output_dtype=self.out_dtype,
+            quant_scales=[self.w1_scale, self.g1_alphas, self.w2_scale, self.g2_alphas],
+            swiglu_alpha=self.gemm1_alpha if of_oai else None,
+            swiglu_beta=self.gemm1_beta if of_oai else None,
+            swiglu_limit=self.gemm1_clamp_limit,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            output=output,
+            use_w4_group_scaling=True,
+            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+        )
+
+
+def reason_against(config: Any, activation_key: Any) -> str:
+    """Why NVFP4 experts are left to vLLM, or an empty text."""
+    reason = moe.reason_of_the_server(config, settings.current(), ("auto",))
+    if reason:
+        return reason
+    if config.in_dtype is not torch.bfloat16:
+        return f"activations of {config.in_dtype}"
+    if config.is_lora_enabled:
+        return "LoRA adapters may change them"
+    rows = 2 * config.intermediate_size_per_partition
+    if rows % ROWS_OF_SCALES:
+        return (
+            f"an intermediate size of {rows // 2}, which vLLM's preparation takes as multiples of {ROWS_OF_SCALES // 2}"
+        )
+    return moe.reason_of_the_layer(config, SM12xNvfp4Experts, kNvfp4Static, activation_key, "nvfp4")
+
+
+def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this fork
+    serves the layer."""
+
+    def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
+        reason = reason_against(config, activation_key)
+        if reason == moe.CHOSEN:
+            moe.note_built()  # the choice applies here
+        if reason:
+            logger.warning_once("flashinfer-sm12x: the NVFP4 experts are left to vLLM: %s", reason, scope="global")
+            return select(config=config, weight_key=weight_key, activation_key=activation_key)
+        logger.info_once("flashinfer-sm12x: the NVFP4 experts are this fork's, W4A16 (--moe-backend names another)")
+        return NvFp4MoeBackend.FLASHINFER_CUTLASS, SM12xNvfp4Experts
+
+    return selected
+
+
+def install() -> None:
+    """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up at each
+    call."""
+    for module in (modelopt, compressed_tensors):
+        module.select_nvfp4_moe_backend = ours_first(module.select_nvfp4_moe_backend)
