@@ -446,7 +446,7 @@ def cutlass_fused_moe_workspace_size(
         if runs is None:
             return 0
         modes = (Mode.HALF_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
-        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.block_scaled_mma) for each in modes)
+        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.device_class.mma_kinds) for each in modes)
     _reject_auto(mode, where)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(

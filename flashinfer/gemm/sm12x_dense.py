@@ -318,10 +318,9 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     row = None if call.tactic is None else instance(call.tactic, weights, call.k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
-    on_sm12x = backend.block_scaled_mma
-    operand = gemm_operand(weights, token_format, on_sm12x)
+    operand = gemm_operand(weights, token_format, backend.device_class)
     sizes = call.x.shape[0], call.weight.shape[0], call.k
-    planned = choose(weights, *sizes, on_sm12x, operand, backend.sm_count)
+    planned = choose(weights, *sizes, backend.device_class, operand, backend.sm_count)
     if not backend.is_cuda or tune.is_idle():
         return planned
     return tuned_instance(backend, call, token_format, planned)

@@ -13,6 +13,7 @@ from ..quantization import mx_cpu
 from ..quantization.block_scaled import LAYOUTS
 from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
+from ..sm12x.device_class import GB10, DeviceClass
 from ..sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 
 DEQUANTIZED_BYTES = 64 << 20
@@ -85,18 +86,11 @@ class RowTopK(NamedTuple):
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-GB10_SMS = 48
 FEW_TILES = {"bf16": 2, "mxfp8": 1, "mxfp4": 1}
 """Tiles of the output for each SM, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200
 for bf16; for the others none is cut then (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
-DEQUANTIZED_TOKENS = {False: 256, True: 4096}
-"""From so many tokens on cuBLAS multiplies dequantized weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
-stay with SM12x's block-scaled MMA, whose rate is two to eight times that of bfloat16."""
-DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "nvfp4": 1024, "mxfp6": 512, "mxint8": 512, "mxfp8": 512}
-"""The same on Hopper where the weight is dequantized in pieces (``DEQUANTIZED_BYTES``), as an LM head is: measured for MXFP4
-and MXFP8, and taken to be alike for formats of about as many bits."""
 
 
 def choose(
@@ -104,18 +98,17 @@ def choose(
     num_tokens: int,
     n: int,
     k: int,
-    on_sm12x: bool = True,
+    device: DeviceClass = GB10,
     operand: Format = "bf16",
-    sm_count: int = GB10_SMS,
+    sm_count: int = GB10.sm_count,
 ) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
-    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors.
+    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors. Quantized tokens stay with
+    block-scaled MMAs, whose rate is two to eight times that of bfloat16.
     """
-    in_pieces = not on_sm12x and 2 * n * k > DEQUANTIZED_BYTES
-    if operand == "bf16" and num_tokens >= (
-        DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
-    ):
+    in_pieces = device.cublas_tokens_in_pieces if 2 * n * k > DEQUANTIZED_BYTES else {}
+    if operand == "bf16" and num_tokens >= in_pieces.get(weights, device.cublas_tokens):
         return None
     return choose_instance(weights, num_tokens, n, k, operand, sm_count)
 
@@ -136,17 +129,15 @@ def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Form
 
 
 @functools.cache
-def _mma_is_used(operand: Format) -> bool:
-    """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
+def _mma_is_used(operand: Format, device: DeviceClass) -> bool:
+    """Whether the device has an MMA of ``operand`` that adds up widely enough; read once, as modules are built once."""
     kind = FORMATS[operand].mma
-    return kind is None or not multiplies_in_half(kind)
+    return kind is None or (kind in device.mma_kinds and not multiplies_in_half(kind))
 
 
-def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
+def gemm_operand(weights: str, token_format: int, device: DeviceClass) -> Format:
     """Operand type of the GEMM for this token format: bf16 unless the device has a block-scaled MMA that is used."""
-    if not on_sm12x:
-        return "bf16"
-    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
+    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand, device)][-1]
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def planned_tactic(backend: Backend, call: GroupGemmCall) -> int:
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
     rows, groups = call.a.shape[0], call.b.shape[0]
-    return plan_group_gemm(rows, groups, backend.block_scaled_mma, backend.unified_memory)
+    return plan_group_gemm(rows, groups, backend.device_class)
 
 
 def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:

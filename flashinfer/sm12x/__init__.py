@@ -3,6 +3,7 @@
 
 =============  ================================================================================
 ``operator``   a call's arguments as one tuple; the operator that ``torch.compile`` sees
+``device_class``  what the kernels serve, one row a class of GPUs: its tables, thresholds and MMAs
 ``devices``    which GPU it is, and whether this fork or upstream computes there
 ``checks``     what an argument may be: one vocabulary for all operators
 ``tune``       what upstream's autotuner has timed

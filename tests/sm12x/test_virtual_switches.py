@@ -23,6 +23,7 @@ from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.gemm import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
+from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
     IN_KERNEL_ENTRIES,
@@ -162,7 +163,7 @@ def test_tokens_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice,
     n, k = 136, 96
 
     def chosen(tokens: int) -> Instance | None:
-        return choose(form, tokens, n, k, True, operand)
+        return choose(form, tokens, n, k, GB10, operand)
 
     switches = changes_of(chosen, range(1, 200))
     assert len(switches) >= 2, switches
