@@ -4,7 +4,8 @@
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend, by the kernels themselves on the virtual SM121 and, where there is one, on a GPU
 #   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" or PYTEST_ARGS=tests/gemm to choose
-#                 some); make test-all all of them, make test-slow those that make test leaves out; docs/evidence.md says which
+#                 some); make test-all all of them, make test-slow those that make test leaves out (docs/evidence.md says
+#                 which; DAYS=3: today's third of them)
 #   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
@@ -34,6 +35,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 PYTEST_ARGS ?=
+DAYS ?= 1
 # Test processes beside each other. Compilers run under them, so not more than cores.
 TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 BENCH_ARGS ?=
@@ -70,7 +72,7 @@ emulator: compiler
 test: CHOICE = -m "not slow"
 test-slow: CHOICE = -m slow
 test test-slow test-all: compiler env emulator
-	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) $(CHOICE) $(PYTEST_ARGS)
+	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) --rotate $(DAYS) $(CHOICE) $(PYTEST_ARGS)
 
 test-host: env
 	@$(PY) tools/run_tests.py --among $(addprefix tests/,layer install doctor project jit) --jobs $(TEST_JOBS) $(PYTEST_ARGS)

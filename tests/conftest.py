@@ -14,15 +14,25 @@ import forked_python
 import pytest
 import torch
 from layer_toys import Run
-from slow_tests import is_slow
+from slow_tests import is_slow, left_for_another_day
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-share", default="0/1", metavar="DAY/DAYS", help="of the slow tests those of a day")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``-m "not slow"`` is ``make test``. Before pytest's own, which looks at the marker."""
+    others = []
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+            if left_for_another_day(item.nodeid, config.getoption("--slow-share")):
+                others.append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])

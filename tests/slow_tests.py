@@ -13,6 +13,7 @@ A test is slow
 from __future__ import annotations
 
 import fnmatch
+import zlib
 from functools import cache
 
 from layer_toys import REPO, load_tool
@@ -81,6 +82,20 @@ def covers(entry: str, node: str) -> bool:
     if word_given:
         return node.startswith(f"{file}::") and word in node
     return entry in (node, node.partition("[")[0], node.partition("::")[0])
+
+
+EVERY_DAY = ("tests/layer/test_bases.py::test_the_tests_of_this_folder_over_another_base",)
+"""Slow tests that have no day of their own: what another FlashInfer changes comes without a change of ours."""
+
+
+def left_for_another_day(node: str, share: str) -> bool:
+    """Whether a slow test is one of another day than ``share``, ``DAY/DAYS``. Those of one entry of :data:`LONG`, or that
+    differ by their parameters alone, stay together, for what they compile and load."""
+    if any(covers(entry, node) for entry in EVERY_DAY):
+        return False
+    day, _, days = share.partition("/")
+    name = next((entry for entry in LONG if covers(entry, node)), node.partition("[")[0])
+    return (zlib.crc32(name.encode()) - int(day)) % int(days) != 0
 
 
 def is_slow(node: str) -> bool:

@@ -11,6 +11,7 @@ and the emulator's own. Each takes of the tests that are named those that are it
 from __future__ import annotations
 
 import argparse
+import datetime
 import fnmatch
 import os
 import subprocess
@@ -58,7 +59,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "-m", dest="marks", default="", metavar="MARKS", help="as pytest's; one among its arguments wins"
     )
+    parser.add_argument(
+        "--rotate",
+        type=int,
+        default=1,
+        metavar="DAYS",
+        help="of the slow tests those of today, each on one day of so many",
+    )
     options, rest = parser.parse_known_args(arguments)
+    if options.rotate < 1:
+        parser.error(f"--rotate is {options.rotate}; it must be at least 1")
     named, given = split(rest)
     if options.marks:
         given = ["-m", options.marks, *given]
@@ -66,7 +76,13 @@ def main(arguments: Sequence[str]) -> int:
         # Only those tests of the emulator that run kernels written by others are slow.
         some = [f"{EMULATOR}/upstream"] * options.upstream if options.marks == "slow" else [EMULATOR]
         named = options.among or ["tests", *some]
-    statuses = [run(part, options.jobs, given) for part in parts(named, options.jobs, options.upstream)]
+    chosen = parts(named, options.jobs, options.upstream)
+    if options.rotate > 1:  # told here, for a run may last beyond midnight
+        share = f"{datetime.date.today().toordinal() % options.rotate}/{options.rotate}"
+        for part in chosen:
+            if not part.tests[0].startswith("emulator/"):  # whose tests have no conftest of ours
+                part.options.append(f"--slow-share={share}")
+    statuses = [run(part, options.jobs, given) for part in chosen]
     if all(status == NO_TESTS for status in statuses):
         return NO_TESTS
     # With arguments a process may be left without a test; a run of all tests finds some in each.

@@ -16,7 +16,7 @@ import flashinfer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x import device_class, instances
-from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, is_alone
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16
@@ -131,6 +131,22 @@ def test_a_device_without_block_scales_times_what_was_made_for_it(module: Record
     asked = {tactic for which, tactic, _ in profiler.asked if which == 1}
     assert asked - {-1} == {row.index for row in HOPPER if row.activation == "mxfp8" and row.k_tile <= 256}
     assert {tactic for tactic in asked - {-1} if is_alone(INSTANCES[tactic])} <= set(module.backend.built)
+
+
+def test_nvfp4_experts_are_tuned_by_tactics_of_their_own(module: RecordingModule, profiler: Profiler) -> None:
+    """And what was tuned for one format is nothing to the other, whose sizes are the same."""
+    best = {"mxfp4": next(row for row in MAIN_MODULE if row.activation == "bf16"), "nvfp4": NVFP4[1]}
+    profiler.times = {(gemm, row.index): 0.25 for row in best.values() for gemm in (1, 2)}
+    for weights in ("mxfp4", "nvfp4"):
+        profiler.asked.clear()
+        arguments = layer_arguments(2, num_tokens=MOST_TOKENS, weights=weights)
+        with autotune(True):
+            flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS)
+        asked = {tactic for gemm, tactic, _ in profiler.asked if gemm == 1 and tactic != -1}
+        rows = NVFP4 if weights == "nvfp4" else [row for row in MAIN_MODULE if row.activation == "bf16"]
+        assert asked == {row.index for row in rows}
+        flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS)
+        assert module.launches[-1]["tactic_fc1"] == module.launches[-1]["tactic_fc2"] == best[weights].index
 
 
 def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:

@@ -516,6 +516,18 @@ def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):
     assert device.launches == []
 
 
+@pytest.mark.parametrize(("given", "taken"), [("mxfp4", "nvfp4"), ("nvfp4", "mxfp4")], ids=["too few", "too many"])
+def test_scales_of_another_format_are_refused(device, given, taken):
+    """NVFP4's are twice as many: its kernels would read beyond MXFP4's. Python tells the formats apart before."""
+    inputs = make_moe_inputs(MoECase(2, 160, 96, 4, 2, 2, weights=given), 653)
+    (row,) = [row for row in STREAMED if (row.weights, row.name.endswith("stream_bf16_m8")) == (taken, True)]
+    counts = {"mxfp4": 4 * 256 * 8, "nvfp4": 4 * 256 * 12}
+    message = f"fc1_sf has {counts[given]} scales; the tactic's weights have {counts[taken]}"
+    with pytest.raises(Exception, match=message):
+        run_moe(device, dataclasses.replace(inputs, weights=taken), 2, [row.index] * 2)
+    assert device.launches == []
+
+
 def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     """One row seen as many: nothing of it is read."""
     n, k, rows = 128, 4096, 1 << 24

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_tests
 from layer_toys import REPO, load_tool
 
 tool = load_tool("run_tests")
@@ -79,6 +81,24 @@ def test_the_emulator_has_slow_tests_of_other_peoples_kernels_only(started: Any)
     tool.main(["--upstream", "-m", "slow"])
     assert started[-1][0] == ["emulator/tests/upstream"]
     assert not any("ignore" in option for option in started[-1][1])
+
+
+@pytest.mark.parametrize("days", [2, 3])
+def test_slow_tests_are_shared_out_among_days(started: Any, days: int) -> None:
+    """Each is one of one day; the emulator's, which have another conftest, are not."""
+    tool.main(["--rotate", str(days), "--upstream", "-m", "slow"])
+    today = datetime.date.today().toordinal() % days
+    for tests, options in started:
+        shares = [option for option in options if option.startswith("--slow-share")]
+        assert shares == ([] if tests[0].startswith("emulator/") else [f"--slow-share={today}/{days}"])
+    for test in slow_tests.LONG:
+        left = [slow_tests.left_for_another_day(f"{test}[a]", f"{day}/{days}") for day in range(days)]
+        assert left.count(False) == (days if test in slow_tests.EVERY_DAY else 1)
+    counts = [
+        sum(not slow_tests.left_for_another_day(test, f"{day}/{days}") for test in slow_tests.LONG)
+        for day in range(days)
+    ]
+    assert min(counts) > len(slow_tests.LONG) / days / 3, counts
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from ..jit.sm12x.instances import MAX_EXPERTS, Format
 
-# take flashinfer/sm12x/checks.py: INT32_MAX BlockScales UE8M0 NVFP4_SCALES BLOCK_SIZE K_ALIGNMENT POINTER_ALIGNMENT SCALE_WORD ELEMENT OUTPUT_DTYPES
-# take flashinfer/sm12x/checks.py: UE8M0_DTYPES round_up padded_scales has_no_shape describe require_int require_switches
+# take flashinfer/sm12x/checks.py: INT32_MAX UE8M0_DTYPES BlockScales BLOCK_SIZE UE8M0 NVFP4_SCALES K_ALIGNMENT POINTER_ALIGNMENT SCALE_WORD ELEMENT OUTPUT_DTYPES
+# take flashinfer/sm12x/checks.py: round_up padded_scales has_no_shape describe require_int require_switches
 # take flashinfer/sm12x/checks.py: require_k_alignment require_output_dtype is_tensor require_tensor_type require_rank
 # take flashinfer/sm12x/checks.py: require_storage require_memory is_placed require_tensor require_read_ahead _bytes _tensor_fields require_apart _meet elements_overlap
 # take flashinfer/fused_moe/sm12x_validation.py: WEIGHT_DTYPES LINEAR_SCALE_DTYPES Activation _SWIGLU SWIGLU ACTIVATIONS Mode INPUT_DTYPES BIAS_DTYPES _QUANT_SCALES NVFP4
