@@ -53,8 +53,8 @@ from timing import (
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, tactic
-from flashinfer.sm12x.devices import has_block_scaled_mma
+from flashinfer.sm12x.devices import require_device_class
+from flashinfer.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.testing import MoEInputs, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, MODES_OF, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
@@ -156,9 +156,9 @@ def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[str, str]:
     """Names of what the planner gives the call."""
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
-    block_scaled = has_block_scaled_mma(inputs.input.device.index)
+    device = require_device_class(inputs.input.device.index)
     sizes = tokens, top_k, experts, hidden, 2 * half
-    fc1, fc2 = plan_moe(*sizes, mode, block_scaled, weights=inputs.weights)
+    fc1, fc2 = plan_moe(*sizes, mode, device, weights=inputs.weights)
     return INSTANCES[fc1].name, INSTANCES[fc2].name
 
 
@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         if not arguments.predict:
             print("no GPU here: the prediction for a GB10 instead (--help for what a GPU measures)\n")
         return int(in_own_process(emulate.predict_moe, arguments.models, arguments.tokens, arguments.modes))
-    if arguments.upstream and not has_block_scaled_mma(torch.cuda.current_device()):
+    if arguments.upstream and not require_device_class(torch.cuda.current_device()).mma_kinds:
         print("bench: --upstream needs an SM12x GPU; elsewhere upstream takes other weight layouts", file=sys.stderr)
         return 2
     peers = find_peers(PEERS, arguments.peers, arguments.vllm)

@@ -43,8 +43,9 @@ from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Format, Instance, candidates
 from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x.device_class import GB10
+from flashinfer.sm12x.instances import DENSE_INSTANCES, INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
 from flashinfer.testing.decode_reference import make_decode_case
@@ -262,8 +263,8 @@ def dense_line(
 ) -> DenseLine | None:
     """A layer of ``shape``, rows and K of its weight, run and predicted; None where cuBLAS multiplies: not modelled."""
     n, k = shape
-    operand = gemm_operand(weights, TOKEN_FORMATS.index(TOKENS_AS[activation]), True)
-    row = choose(weights, tokens, n, k, True, operand)
+    operand = gemm_operand(weights, TOKEN_FORMATS.index(TOKENS_AS[activation]), GB10)
+    row = choose(weights, tokens, n, k, GB10, operand)
     if row is None:
         return None
     runs = {
@@ -484,7 +485,7 @@ def renew() -> None:
         pass
     with virtual_device("sm_121a", strict=False) as device:
         # The others that the planner could choose: a test holds its choice against them.
-        for row in candidates(True, 1, *layer[:2]):
+        for row in GB10.candidates(1, *layer[:2]):
             mode = step.FITTED_MODES[row.activation]
             key = (mode, (row.index, row.index), layer[:2])
             if key not in fitted:

@@ -130,7 +130,7 @@ def _installed_elsewhere() -> Path | None:
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .jit.sm12x.instances import INSTANCES, MOE_WEIGHTS, is_alone
+    from .sm12x.instances import INSTANCES, MOE_WEIGHTS, is_alone
 
     formats = MOE_WEIGHTS if everything else MOE_WEIGHTS[:1]
     others = [row for row in INSTANCES if is_alone(row)] if everything else []
@@ -370,12 +370,12 @@ def sm12x_plan_cmd(
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     if as_json:
-        about = {"layer": asdict(layer), "mode": mode, "device": asdict(gpu)}
+        about = {"layer": asdict(layer), "mode": mode, "device": gpu.facts()}
         click.echo(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
         return
     click.echo(
         f"hidden {layer.hidden}, inter {layer.inter}, {layer.experts} experts, top-{layer.top_k}, {mode}; "
-        f"{gpu.name}, {gpu.sm_count} SMs, MMA {'with' if gpu.block_scaled_mma else 'without'} block scales"
+        f"{gpu.gpu}, {gpu.sm_count} SMs, MMA {'with' if gpu.mma_kinds else 'without'} block scales"
     )
     headers, cells = sm12x_planner.as_table(rows)
     click.echo(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))

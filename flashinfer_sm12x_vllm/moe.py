@@ -180,8 +180,8 @@ def most_exact_tokens(moe: Any) -> float:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     backend = kernels(device)
-    features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
-    return most_exact_tokens(moe.experts_per_token, moe.num_experts, *features)
+    known = () if backend is None else (backend.device_class,)
+    return most_exact_tokens(moe.experts_per_token, moe.num_experts, *known)
 
 
 @functools.cache

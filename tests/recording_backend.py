@@ -12,8 +12,8 @@ import pytest
 import torch
 from flashinfer.autotuner import AutoTuner
 
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
 from flashinfer.sm12x import tune
+from flashinfer.sm12x.device_class import GB10, DeviceClass
 from flashinfer.testing import virtual_device
 
 
@@ -21,13 +21,11 @@ class RecordingBackend:
     """A GPU whose module keeps launches; tensors are the CPU's."""
 
     is_cuda = True
-    unified_memory = True
     sm_count = 48
 
-    def __init__(self, module: Any, block_scaled_mma: bool = True) -> None:
+    def __init__(self, module: Any, device_class: DeviceClass = GB10) -> None:
         self.recorded = module
-        self.block_scaled_mma = block_scaled_mma
-        self.tactics = SM12X if block_scaled_mma else INSTANCES
+        self.device_class, self.tactics = device_class, device_class.tactics
         self.memo: dict[Any, Any] = {}
         self.built: list[int] = []
         self.wanted_pdl: list[bool | None] = []

@@ -13,7 +13,8 @@ from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
-from flashinfer.jit.sm12x.instances import INSTANCES, is_alone
+from flashinfer.sm12x.device_class import GB10
+from flashinfer.sm12x.instances import INSTANCES, is_alone
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -70,7 +71,7 @@ def run_moe(
     """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
-    pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, True, True))
+    pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, GB10))
     in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
     for tactic in pair:
         sm12x_launch.ensure_instance(device, tactic)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashinfer.jit.sm12x.instances import ROW_TILE, Format, Instance
+from flashinfer.sm12x.instances import ROW_TILE, Format, Instance
 from flashinfer.sm12x.models import matrix_bytes
 
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flashinfer.jit.sm12x.instances import FORMATS
+from flashinfer.sm12x.instances import FORMATS
 
 MULTIPROCESSORS = 48
 SCHEDULERS = 4

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
-from flashinfer.jit.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
 from flashinfer.jit.sm12x.modules import multiplies_in_half
+from flashinfer.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 
 from . import gb10

@@ -23,7 +23,7 @@ from perfmodel.step import (
 )
 from timing import github
 
-from flashinfer.gemm.sm12x_dense_launch import DEQUANTIZED_TOKENS
+from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.variables import PRESETS
 
 from .results import Measured
@@ -173,5 +173,5 @@ def batches(model: str, **fused: bool) -> list[Predicted]:
     return [
         predict(model, step)
         for step in wanted
-        if step.tokens < DEQUANTIZED_TOKENS[True] or step.dense_tokens != "bf16" or step.formats["QKV"] == "bf16"
+        if step.tokens < GB10.cublas_tokens or step.dense_tokens != "bf16" or step.formats["QKV"] == "bf16"
     ]

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
-from ..jit.sm12x.instances import MAX_EXPERTS
 from ..sm12x import devices
 from ..sm12x.backend import kernels
 from ..sm12x.checks import (
@@ -48,6 +47,7 @@ from ..sm12x.checks import (
     require_output_dtype,
     require_tensor_type,
 )
+from ..sm12x.instances import MAX_EXPERTS
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from .sm12x_autotuner import SM12xStageRunner
@@ -230,7 +230,7 @@ def cutlass_fused_moe(
         Largest token count that ``flashinfer.autotune`` tunes for.
     profile_ids : list of int, optional
         ``[fc1_tactic, fc2_tactic]``, -1 for the default.  A tactic's number is its name in digits: ``bf16_m8_k128`` is
-        3008128, or ``flashinfer.jit.sm12x.instances.tactic("bf16_m8_k128")``.  ``python -m flashinfer sm12x-instances
+        3008128, or ``flashinfer.sm12x.instances.tactic("bf16_m8_k128")``.  ``python -m flashinfer sm12x-instances
         --all`` and ``docs/kernels.md`` have the names.  Checked on the CPU, which has one way to compute.
     use_fused_finalize : bool
         Accepted; the sum over experts has a fixed order either way, so results repeat bit for bit.
@@ -446,7 +446,7 @@ def cutlass_fused_moe_workspace_size(
         if runs is None:
             return 0
         modes = (Mode.HALF_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
-        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.block_scaled_mma) for each in modes)
+        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.device_class.mma_kinds) for each in modes)
     _reject_auto(mode, where)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(

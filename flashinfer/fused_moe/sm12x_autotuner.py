@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..autotuner import TunableRunner
-from ..jit.sm12x.instances import INSTANCES, candidates, index_of
-from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, padded_scales
+from ..sm12x.instances import INSTANCES, index_of
+from ..sm12x.instances import tactic as number
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
 from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
@@ -63,7 +63,7 @@ class SM12xMoERunner(tune.Runner):
         sizes = tokens * problem.top_k, problem.hidden, problem.inter
         return [
             row.name
-            for row in candidates(self.backend.block_scaled_mma, *sizes, problem.weights)
+            for row in self.backend.device_class.candidates(*sizes, problem.weights)
             if row.activation == problem.mode.activation and not (self.gemm_idx == 2 and computes_layer(row.index))
         ]
 
@@ -86,7 +86,7 @@ class SM12xMoERunner(tune.Runner):
             token_selected_experts=ids.to(device),
             token_final_scales=torch.full((tokens, problem.top_k), 1 / problem.top_k, device=device),
         )
-        workspace = backend.empty(workspace_bytes(backend, problem, not backend.block_scaled_mma))
+        workspace = backend.empty(workspace_bytes(backend, problem, not backend.device_class.mma_kinds))
         return problem, call, workspace
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
@@ -94,12 +94,12 @@ class SM12xMoERunner(tune.Runner):
         problem, call, workspace = self.profile(inputs)
         call, backend = call._replace(input=inputs[0]), self.backend
         own = -1 if tactic is None else index_of(tactic)
-        default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
+        default = default_tactics(problem, backend.device_class)
         tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), default)
         if not launch(backend, problem, call, workspace, tactics):
             if tactic is not None:
                 raise RuntimeError(f"tactic {tactic} needs all SMs of the device, and this stream has fewer")
-            pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
+            pair = default_tactics(problem, backend.device_class, False)
             launch(backend, problem, call, workspace, pair)
         output: torch.Tensor = call.output
         return output

@@ -13,8 +13,9 @@ from ..jit.fused_moe import (
     gen_cutlass_fused_moe_sm120_module,
     gen_cutlass_fused_moe_sm120_nvfp4_module,
 )
-from ..jit.sm12x.instances import INSTANCES, candidates, is_alone
 from ..sm12x.backend import Backend, kernels, workspace_size
+from ..sm12x.device_class import DeviceClass
+from ..sm12x.instances import INSTANCES, is_alone
 from .sm12x_planner import plan_moe
 from .sm12x_validation import MoECall, MoEProblem
 
@@ -45,9 +46,8 @@ def prepare(hidden: int, inter: int, device: torch.device | None = None, weights
     backend = kernels(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
     assert backend is not None
     moe_module(backend, weights)
-    for row in candidates(
-        backend.block_scaled_mma, 1, hidden, inter, weights
-    ):  # a request would wait for modules of their own
+    rows = backend.device_class.candidates(1, hidden, inter, weights)
+    for row in rows:  # a request would wait for modules of their own
         ensure_instance(backend, row.index)
 
 
@@ -60,12 +60,10 @@ def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int
 
 
 @functools.lru_cache(maxsize=4096)
-def default_tactics(
-    problem: MoEProblem, block_scaled_mma: bool, unified_memory: bool, all_sms: bool = True
-) -> tuple[int, int]:
+def default_tactics(problem: MoEProblem, device: DeviceClass, all_sms: bool = True) -> tuple[int, int]:
     """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
     sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
-    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory, problem.weights)
+    return plan_moe(*sizes, int(problem.mode), device, all_sms, problem.weights)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

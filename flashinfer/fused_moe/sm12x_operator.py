@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES
 from ..sm12x import tune
 from ..sm12x.backend import kernels, plain_torch
+from ..sm12x.device_class import GB10
 from ..sm12x.devices import checks_values
+from ..sm12x.instances import INSTANCES
 from ..sm12x.operator import OutputOperator
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
@@ -36,10 +37,9 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         check_limits(call.swiglu_limit)
         if not call.enable_alltoall and call.token_selected_experts is not None:
             check_expert_ids(call.token_selected_experts, problem.num_experts_total)
-    # The CPU computes what a GB10 would.
-    features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
+    device_class = GB10 if backend is None else backend.device_class  # the CPU computes what a GB10 would
     sizes = problem.num_tokens, problem.top_k, problem.routed_experts
-    mode = plan_mode(problem.mode, *sizes, *features)
+    mode = plan_mode(problem.mode, *sizes, device_class)
     if mode is not problem.mode:
         problem = problem._replace(mode=mode)
     wanted = None
@@ -52,11 +52,11 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         with plain_torch(device):
             moe_cpu(problem, routed(call))
         return
-    default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
+    default = default_tactics(problem, device_class)
     tactics = default if wanted is None else resolved_pair(wanted, default)
     first = INSTANCES[tactics[0]]
     dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
-    needed = workspace_bytes(backend, problem, dequantizes or not backend.block_scaled_mma)
+    needed = workspace_bytes(backend, problem, dequantizes or not device_class.mma_kinds)
     workspace = call.workspace_buffer
     if workspace is None:
         workspace = backend.empty(needed)
@@ -81,7 +81,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
             "share): pass tactics of a pair of GEMMs, or None"
         )
-    pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
+    pair = default_tactics(problem, device_class, False)
     launch(backend, problem, routed(call), workspace, pair)
 
 

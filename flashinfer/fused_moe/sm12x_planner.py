@@ -3,20 +3,23 @@
 
 The choice follows the number of token rows that an expert can expect, since that is the N side of its GEMMs: the
 narrowest token tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
-come from the tactic sweep on an H200 in ``docs/log.md``; those of SM12x, where the MMA is block-scaled and wide
-tiles cost no scale arithmetic, are predictions until somebody has measured them on a GB10.
+are those of the device's class (``flashinfer.sm12x.device_class``): they come from the tactic sweep on an H200 in
+``docs/log.md``; those of SM12x, where the MMA is block-scaled and wide tiles cost no scale arithmetic, are predictions
+until somebody has measured them on a GB10.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, candidates
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
+from ..sm12x.device_class import CLASSES, GB10, DeviceClass
+from ..sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance
 from .sm12x_validation import Mode
 
 
@@ -28,58 +31,8 @@ class Choice:
     reason: str
 
 
-Limits = tuple[tuple[float, int], ...]
-_END = float("inf")
 AS_FAST = 1.03
 """How many times as long as W4A8 an exact layer may take to be preferred; a test holds the limits to the model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceClass:
-    """How a class of devices chooses by the expected rows of an expert: the first entry whose limit is not exceeded.
-
-    Attributes
-    ----------
-    streamed : tuple
-        Limits and token tiles of the streamed layer; past the last limit it is not used.
-    pairs : tuple
-        The same for pairs of GEMM kernels in W4A8.
-    exact_pairs : tuple
-        The same in W4A16.
-    gemms : tuple
-        The same for the grouped GEMM.
-    exact : float
-        The limit up to which W4A16 takes at most :data:`AS_FAST` times as long as W4A8 from bfloat16.
-    """
-
-    streamed: Limits
-    pairs: Limits
-    exact_pairs: Limits
-    gemms: Limits
-    exact: float
-
-
-# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
-# streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
-# changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
-_HOPPER_PAIRS = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
-_HOPPER = DeviceClass(
-    ((5.9, 8), (14.5, 16)),
-    _HOPPER_PAIRS,
-    _HOPPER_PAIRS,
-    ((8.5, 8), (_END, 16)),
-    _END,  # MXFP8 tokens are multiplied as bfloat16 there, after they were quantized
-)
-_SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
-# In W4A16 tiles of 16 and 24 have two blocks on an SM, whose weights and tokens share its L2: up to 5 % more bytes.
-_SM12X_EXACT_PAIRS = ((6.0, 8), (28.0, 32), (36.0, 40), (_END, 64))
-# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there. Tokens
-# in bf16 are twice the bytes of MXFP8 ones, 3 % of a layer's at 24 rows.
-_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_EXACT_PAIRS, _SM12X_PAIRS, 24.0)
-# A card reads 1.6 to 2.3 times a GB10's bytes for each clock of an SM, so that MMAs of padded rows bind it: at 64 to 256
-# rows a half-empty tile of 128 costs up to 20 % more than tiles of 64 by the counts of the virtual GPU (docs/hindcast.md).
-_CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
-_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _SM12X_EXACT_PAIRS, _CARD_PAIRS, _SM12X.exact)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -88,37 +41,22 @@ def expected_rows(num_rows: int, num_experts: int) -> float:
     return num_rows / hit if hit else 0.0
 
 
-def _device_class(block_scaled_mma: bool, unified_memory: bool) -> DeviceClass:
-    return (_SM12X if unified_memory else _CARD) if block_scaled_mma else _HOPPER
-
-
-def plan_mode(
-    mode: Mode,
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    block_scaled_mma: bool = True,
-    unified_memory: bool = True,
-) -> Mode:
+def plan_mode(mode: Mode, num_tokens: int, top_k: int, num_experts: int, device: DeviceClass = GB10) -> Mode:
     """What :attr:`Mode.AUTO` is for so many tokens: W4A16 where it is as fast, else W4A8; other modes stay as they are."""
     if mode is not Mode.AUTO:
         return mode
     rows = expected_rows(num_tokens * top_k, num_experts)
-    exact = rows <= _device_class(block_scaled_mma, unified_memory).exact
-    return Mode.W4A16 if exact else Mode.HALF_INPUT
+    return Mode.W4A16 if rows <= device.exact else Mode.HALF_INPUT
 
 
-def most_exact_tokens(top_k: int, num_experts: int, *features: bool) -> float:
-    """The most tokens that :attr:`Mode.AUTO` multiplies as they are; infinite where that is any number.
-
-    ``features`` are :func:`plan_mode`'s last two parameters.
-    """
+def most_exact_tokens(top_k: int, num_experts: int, device: DeviceClass = GB10) -> float:
+    """The most tokens that :attr:`Mode.AUTO` multiplies as they are; infinite where that is any number."""
     most = 1 << 20
-    if plan_mode(Mode.AUTO, most, top_k, num_experts, *features) is Mode.W4A16:
-        return _END
+    if plan_mode(Mode.AUTO, most, top_k, num_experts, device) is Mode.W4A16:
+        return math.inf
 
     def rounded(tokens: int) -> bool:
-        return plan_mode(Mode.AUTO, tokens, top_k, num_experts, *features) is not Mode.W4A16
+        return plan_mode(Mode.AUTO, tokens, top_k, num_experts, device) is not Mode.W4A16
 
     return bisect.bisect(range(most), False, key=rounded) - 1
 
@@ -127,24 +65,21 @@ def choose(
     activation: Format,
     num_rows: int,
     num_experts: int,
-    block_scaled_mma: bool,
+    device: DeviceClass,
     layer: tuple[int, int] | None = None,
     all_sms: bool = True,
-    unified_memory: bool = True,
     weights: str = "mxfp4",
 ) -> Choice:
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` experts.
 
     ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.  Without
-    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.  Without
-    ``unified_memory``, a GB10's, an SM12x device is a card.
+    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.
     """
     rows = expected_rows(num_rows, num_experts)
-    device = _device_class(block_scaled_mma, unified_memory)
     busy = f"{rows:.1f} rows for an expert that is hit"
     fitting = GEMM_INSTANCES
     if layer is not None:
-        rows_that_take_it = candidates(block_scaled_mma, num_rows, *layer, weights)
+        rows_that_take_it = device.candidates(num_rows, *layer, weights)
         fitting = tuple(row for row in rows_that_take_it if row.activation == activation)
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
     for row in fitting if all_sms else ():
@@ -168,9 +103,8 @@ def plan_moe(
     hidden: int,
     inter: int,
     mode: int,
-    block_scaled_mma: bool = True,
+    device: DeviceClass = GB10,
     all_sms: bool = True,
-    unified_memory: bool = True,
     weights: str = "mxfp4",
 ) -> tuple[int, int]:
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
@@ -179,16 +113,14 @@ def plan_moe(
     ``stream/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
     rows = num_tokens * top_k
-    planned = plan_mode(Mode(mode), num_tokens, top_k, num_experts, block_scaled_mma, unified_memory)
-    index = choose(
-        planned.activation, rows, num_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory, weights
-    ).instance.index
-    return index, index
+    planned = plan_mode(Mode(mode), num_tokens, top_k, num_experts, device)
+    choice = choose(planned.activation, rows, num_experts, device, (hidden, inter), all_sms, weights)
+    return choice.instance.index, choice.instance.index
 
 
-def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True, unified_memory: bool = True) -> int:
+def plan_group_gemm(cum_m: int, num_groups: int, device: DeviceClass = GB10) -> int:
     """Default tactic of the grouped GEMM."""
-    return choose("mxfp8", cum_m, num_groups, block_scaled_mma, unified_memory=unified_memory).instance.index
+    return choose("mxfp8", cum_m, num_groups, device).instance.index
 
 
 # --- pairs of tactics: FC1's and FC2's, as places in INSTANCES --------------------------------------------------------
@@ -278,22 +210,8 @@ class Layer:
             raise ValueError(f"top_k is {self.top_k}; it must be in [1, {self.experts}], the number of experts")
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What the planner asks about a GPU."""
-
-    name: str
-    sm_count: int
-    block_scaled_mma: bool
-    unified_memory: bool = True
-
-
 MODELS = {name: Layer(*layer[:4]) for name, layer in models.MOE_LAYERS.items()}
-DEVICES = {
-    "gb10": Device("GB10", 48, True),
-    "rtx5090": Device("RTX 5090", 170, True, False),
-    "h200": Device("H200", 132, False),
-}
+DEVICES = {each.key: each for each in CLASSES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +239,7 @@ class Explained:
     reason: str
 
 
-def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> list[Explained]:
+def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: DeviceClass) -> list[Explained]:
     """The default tactics of ``layer`` for each number of ``tokens``.
 
     Raises
@@ -337,9 +255,8 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> 
         if count < 1:
             raise ValueError(f"tokens is {count}; it must be at least 1")
         rows = count * layer.top_k
-        sizes, features = (layer.hidden, layer.inter), (device.block_scaled_mma, device.unified_memory)
-        activation = plan_mode(mode, count, layer.top_k, layer.experts, *features).activation
-        choice = choose(activation, rows, layer.experts, features[0], sizes, unified_memory=features[1])
+        activation = plan_mode(mode, count, layer.top_k, layer.experts, device).activation
+        choice = choose(activation, rows, layer.experts, device, (layer.hidden, layer.inter))
         gemm = choice.instance.number, choice.instance.name
         explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
     return explained

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import MAX_EXPERTS, Format
 from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
@@ -37,6 +36,7 @@ from ..sm12x.checks import (
     require_tensor,
     require_tensor_type,
 )
+from ..sm12x.instances import MAX_EXPERTS, Format
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 FLOAT32 = (torch.float32,)

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import torch
 
-from ..jit.sm12x.instances import Format, Instance
 from ..quantization.block_scaled import LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
@@ -37,6 +36,7 @@ from ..sm12x.checks import (
     require_tensor_type,
 )
 from ..sm12x.devices import require_served
+from ..sm12x.instances import Format, Instance
 from ..sm12x.operator import OutputOperator
 from .sm12x_dense_launch import (
     BF16,
@@ -250,7 +250,7 @@ def dense_block_scaled(
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
-        Forces an instance by number or name (``jit.sm12x.instances.DENSE_INSTANCES``); by default the one that upstream's
+        Forces an instance by number or name (``sm12x.instances.DENSE_INSTANCES``); by default the one that upstream's
         autotuner found, inside ``autotune(True)`` or before, else the planner's.
 
     Returns
@@ -343,9 +343,9 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     row = None if call.tactic is None else instance(call.tactic, weights, k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
-    on_sm12x = backend.block_scaled_mma
-    operand = gemm_operand(weights, token_format, on_sm12x)
-    planned = choose(weights, call.x.shape[0], call.weight.shape[0], k, on_sm12x, operand, backend.sm_count)
+    operand = gemm_operand(weights, token_format, backend.device_class)
+    sizes = call.x.shape[0], call.weight.shape[0], k
+    planned = choose(weights, *sizes, backend.device_class, operand, backend.sm_count)
     if not backend.is_cuda or tune.is_idle():
         return planned
     return tuned_instance(backend, call, token_format, planned)

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
 from ..quantization.block_scaled import LAYOUTS
 from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
+from ..sm12x.device_class import GB10, DeviceClass
+from ..sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 
 DEQUANTIZED_BYTES = 64 << 20
 """Bytes of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
@@ -92,18 +93,8 @@ class RowTopK(NamedTuple):
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-GB10_SMS = 48
-FEW_TILES = {False: 2, True: 1}
-"""Tiles of the output for each SM, of 128 rows, up to which a GEMM's tiles are small: on Hopper those of the fewest tokens,
-measured on an H200; on SM12x the smallest of which no more are needed, since none of them is cut (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
-DEQUANTIZED_TOKENS = {False: 256, True: 4096}
-"""From so many tokens on cuBLAS multiplies dequantized weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
-stay with SM12x's block-scaled MMA, whose rate is two to eight times that of bfloat16."""
-DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "nvfp4": 1024, "mxfp6": 512, "mxint8": 512, "mxfp8": 512}
-"""The same on Hopper where the weight is dequantized in pieces (``DEQUANTIZED_BYTES``), as an LM head is: measured for MXFP4
-and MXFP8, and taken to be alike for formats of about as many bits."""
 
 
 def choose(
@@ -111,27 +102,30 @@ def choose(
     num_tokens: int,
     n: int,
     k: int,
-    on_sm12x: bool = True,
+    device: DeviceClass = GB10,
     operand: Format = "bf16",
-    sm_count: int = GB10_SMS,
+    sm_count: int = GB10.sm_count,
 ) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
-    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors.
+    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors. Quantized tokens stay with
+    block-scaled MMAs, whose rate is two to eight times that of bfloat16.
     """
-    in_pieces = not on_sm12x and 2 * n * k > DEQUANTIZED_BYTES
-    if operand == "bf16" and num_tokens >= (
-        DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
-    ):
+    in_pieces = device.cublas_tokens_in_pieces if 2 * n * k > DEQUANTIZED_BYTES else {}
+    if operand == "bf16" and num_tokens >= in_pieces.get(weights, device.cublas_tokens):
         return None
-    return choose_instance(weights, num_tokens, n, k, operand, sm_count, on_sm12x)
+    return choose_instance(weights, num_tokens, n, k, operand, sm_count, device.dense_tiles_per_sm)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_instance(
-    weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int, on_sm12x: bool = True
+    weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int, tiles_per_sm: int = 1
 ) -> Instance:
-    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
+    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``.
+
+    ``tiles_per_sm``: of the output, of 128 rows, up to which a GEMM's tiles are small. With one of them none is cut, so that
+    the smallest are taken of which no more are needed; with more, those of the fewest tokens alone.
+    """
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
     streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]
@@ -139,24 +133,24 @@ def choose_instance(
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
     gemms = [row for row in rows if not row.streamed and row.operand == operand]
     gemms.sort(key=lambda row: row.token_tile)
-    for row in gemms if on_sm12x else gemms[:1]:
-        if -(-n // 128) * -(-num_tokens // row.token_tile) <= FEW_TILES[on_sm12x] * sm_count:
+    for row in gemms if tiles_per_sm == 1 else gemms[:1]:
+        if -(-n // 128) * -(-num_tokens // row.token_tile) <= tiles_per_sm * sm_count:
             return row
     return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
 
 
 @functools.cache
-def _mma_is_used(operand: Format) -> bool:
-    """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
+def _mma_is_used(operand: Format, device: DeviceClass) -> bool:
+    """Whether the device has an MMA of ``operand`` that adds up widely enough; read once, as modules are built once."""
     kind = FORMATS[operand].mma
-    return kind is None or not multiplies_in_half(kind)
+    return kind is None or (kind in device.mma_kinds and not multiplies_in_half(kind))
 
 
-def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
+def gemm_operand(weights: str, token_format: int, device: DeviceClass) -> Format:
     """Operand type of the GEMM for this token format: bf16 unless the device has a block-scaled MMA that is used."""
-    if not on_sm12x or token_format == BF16:
+    if token_format == BF16:
         return "bf16"
-    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
+    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand, device)][-1]
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..api_logging import flashinfer_api
-from ..jit.sm12x.instances import Format
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.checks import (
     Unchanged,
@@ -19,6 +18,7 @@ from ..sm12x.checks import (
     require_switches,
 )
 from ..sm12x.devices import require_served
+from ..sm12x.instances import Format
 from ..sm12x.operator import is_traced
 from .sm12x_dense import (
     ACTIVATIONS,

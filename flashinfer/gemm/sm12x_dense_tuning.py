@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
 from ..quantization import mx_cpu
 from ..sm12x import tune
 from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
+from ..sm12x.instances import DENSE_INSTANCES, Instance
 from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
@@ -43,7 +43,7 @@ class SM12xDenseRunner(tune.Runner):
     def __init__(self, backend: Backend, call: DenseCall, token_format: int) -> None:
         super().__init__(backend)
         self.token_format = token_format
-        self.on_sm12x = backend.block_scaled_mma
+        self.device_class = backend.device_class
         self.weights = call.weight_format
         self.k = call.k
         self.out_dtype = call.out_dtype
@@ -51,11 +51,11 @@ class SM12xDenseRunner(tune.Runner):
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Formats."""
-        return self.weights, self.token_format, str(self.out_dtype), self.on_sm12x
+        return self.weights, self.token_format, str(self.out_dtype), bool(self.device_class.mma_kinds)
 
     def names(self, tokens: int) -> list[str]:
         """Names of the instances for these weights, this K and number of tokens, and cuBLAS where it may take part."""
-        operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
+        operand = gemm_operand(self.weights, self.token_format, self.device_class)
         names = [
             row.name
             for row in DENSE_INSTANCES
@@ -82,9 +82,9 @@ class SM12xDenseRunner(tune.Runner):
         """The layer once on ``inputs[0]``."""
         call = self.profile(inputs)._replace(x=inputs[0])
         if tactic is None:
-            operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
+            operand = gemm_operand(self.weights, self.token_format, self.device_class)
             sizes = inputs[0].shape[0], call.weight.shape[0], self.k
-            row = choose(self.weights, *sizes, self.on_sm12x, operand, self.backend.sm_count)
+            row = choose(self.weights, *sizes, self.device_class, operand, self.backend.sm_count)
         else:
             row = None if tactic == DEQUANTIZED else _BY_NAME[tactic]
         launch(self.backend, row, call, self.token_format)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..jit.sm12x.modules import gen_group_gemm_module
 from ..quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, unswizzle_128x4
 from ..sm12x import tune
@@ -30,6 +29,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import checks_values
+from ..sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..sm12x.operator import OutputOperator
 
 OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
@@ -129,7 +129,7 @@ def planned_tactic(backend: Backend, call: GroupGemmCall) -> int:
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
     rows, groups = call.a.shape[0], call.b.shape[0]
-    return plan_group_gemm(rows, groups, backend.block_scaled_mma, backend.unified_memory)
+    return plan_group_gemm(rows, groups, backend.device_class)
 
 
 def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:

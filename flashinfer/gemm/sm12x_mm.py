@@ -53,7 +53,8 @@ def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
 
 def _serves_sm12x(index: int) -> bool:
     """Whether CUDA device ``index`` is an SM12x, and this fork's kernels are not switched off."""
-    return devices.has_block_scaled_mma(index) and devices.serves_cuda(index)
+    found = devices.device_class(index)
+    return found is not None and bool(found.mma_kinds) and devices.serves_cuda(index)
 
 
 def automatic(

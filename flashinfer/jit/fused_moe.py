@@ -54,13 +54,13 @@ def gen_cutlass_fused_moe_sm120_instance_module(tactic: int) -> Any:
     """The spec of the module with one instance that is part of neither ``fused_moe_120`` nor ``fused_moe_120_nvfp4``.
 
     Args:
-        tactic: The instance's place in ``INSTANCES`` (``flashinfer.jit.sm12x.instances``).
+        tactic: The instance's place in ``INSTANCES`` (``flashinfer.sm12x.instances``).
 
     Raises:
         ValueError: there is no such instance, or one of those has it.
         RuntimeError: as :func:`gen_cutlass_fused_moe_sm120_module`.
     """
-    from .sm12x.instances import instance
+    from ..sm12x.instances import instance
     from .sm12x.modules import gen_fused_moe_instance_module
 
     return gen_fused_moe_instance_module(instance(tactic))

@@ -3,11 +3,13 @@
 
 =============  ================================================================================
 ``operator``   a call's arguments as one tuple; the operator that ``torch.compile`` sees
+``device_class``  what the kernels serve, one row a class of GPUs: its tables, thresholds and MMAs
 ``devices``    which GPU it is, and whether this fork or upstream computes there
 ``checks``     what an argument may be: one vocabulary for all operators
 ``tune``       what upstream's autotuner has timed
 ``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
 ``variables``  every environment variable: its values and its default
+``instances``  the one table of kernel instances
 ``models``     sizes of models and layers; bytes of a matrix
 =============  ================================================================================
 """

@@ -28,9 +28,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
 from ..utils import device_support_pdl, get_device_sm_count
 from . import devices, variables
+from .device_class import DeviceClass
+from .instances import Instance
 
 VIRTUAL = "flashinfer.testing.virtual_device"
 """The module that has the virtual device, imported only where one is asked for."""
@@ -41,10 +42,8 @@ class Backend(Protocol):
 
     Attributes
     ----------
-    block_scaled_mma : bool
-        Its MMA takes block scales; the planner asks this.
-    unified_memory : bool
-        Its DRAM is a GB10's; the planner asks this, too.
+    device_class : DeviceClass
+        What it is; the planners ask this.
     sm_count : int
         Its multiprocessors; the planner of dense layers asks this.
     tactics : tuple
@@ -55,8 +54,7 @@ class Backend(Protocol):
         Facts that operators remember of it, such as sizes of workspaces.
     """
 
-    block_scaled_mma: bool
-    unified_memory: bool
+    device_class: DeviceClass
     sm_count: int
     tactics: tuple[Instance, ...]
     is_cuda: bool
@@ -87,10 +85,9 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.block_scaled_mma = devices.has_block_scaled_mma(device.index)
-        self.unified_memory = devices.has_unified_memory(device.index)
+        self.device_class = devices.require_device_class(device.index)
         self.sm_count = get_device_sm_count(device)
-        self.tactics = SM12X if self.block_scaled_mma else INSTANCES
+        self.tactics = self.device_class.tactics
         self.memo: dict[Any, Any] = {}
         self._supports_pdl = bool(device_support_pdl(device))
 

@@ -21,8 +21,7 @@ import torch
 
 from ..utils import get_compute_capability
 from . import variables
-
-OPT_IN_CAPABILITIES = ((9, 0),)
+from .device_class import DeviceClass, class_of
 
 
 def checks_values(device: torch.device) -> bool:
@@ -34,15 +33,16 @@ def checks_values(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _serves(capability: tuple[int, int], switch: bool | None) -> bool:
-    if capability[0] == 12:
-        return switch is not False
-    if switch and capability not in OPT_IN_CAPABILITIES:
+    found = class_of(capability)
+    if found is not None:
+        return bool(switch) if found.opt_in else switch is not False
+    if switch:
         warnings.warn(
             f"FLASHINFER_SM12X_MOE=1, but the kernel family has no kernels for compute capability "
             f"{capability[0]}.{capability[1]}; upstream's are used there",
             stacklevel=2,
         )
-    return bool(switch) and capability in OPT_IN_CAPABILITIES
+    return False
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,14 +71,20 @@ def require_served(operator: str, device: torch.device) -> None:
         )
 
 
-def has_block_scaled_mma(index: int) -> bool:
-    """Whether CUDA device ``index`` multiplies block scales in its MMA: the planner's choice of tiles depends on it."""
-    return _capability(index)[0] == 12
+def device_class(index: int) -> DeviceClass | None:
+    """The class of CUDA device ``index``; None where the kernel family has no kernels for it."""
+    return class_of(_capability(index))
 
 
-def has_unified_memory(index: int) -> bool:
-    """Whether CUDA device ``index`` is a GB10, whose DRAM is the CPU's, and slow for its SMs: the planner asks."""
-    return _capability(index) == (12, 1)
+def require_device_class(index: int) -> DeviceClass:
+    """The class of CUDA device ``index``; ``NotImplementedError`` where the kernel family has no kernels for it."""
+    found = device_class(index)
+    if found is None:
+        major, minor = _capability(index)
+        raise NotImplementedError(
+            f"compute capability is {major}.{minor}; the SM12x kernels are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from ..jit.sm12x.instances import FORMATS
+from .instances import FORMATS
 
 SCALE_BLOCK = 32  # of the MX formats
 

@@ -14,7 +14,7 @@ from ..fused_moe import cutlass_fused_moe
 from ..fused_moe.sm12x_validation import Mode
 from ..gemm import group_gemm_mxfp4_nt_groupwise
 from ..gemm.sm12x_dense import dense_block_scaled
-from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, MAIN_MODULE
+from ..sm12x.instances import DENSE_INSTANCES, INSTANCES, MAIN_MODULE
 from .dense_reference import TOKENS_OF, DenseCase, dense_reference, make_dense_inputs
 from .error_bounds import Accumulation, BoundViolation, check_within_bound
 from .gemm_reference import group_gemm_reference

@@ -36,8 +36,9 @@ from typing import Any
 import torch
 
 from flashinfer._layer import fork_root
-from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.sm12x import variables
+from flashinfer.sm12x.device_class import GB10
+from flashinfer.sm12x.instances import INSTANCES
 
 from .error_bounds import SM120_SUM_BITS
 
@@ -151,12 +152,11 @@ class VirtualDevice:
         strict: Whether a watcher's report raises, as a fault does.
     """
 
-    block_scaled_mma = True
-    unified_memory = True
+    device_class = GB10
     tactics = INSTANCES  # it runs whatever it is given, Hopper's rows too
     is_cuda = False
 
-    sm_count = 48
+    sm_count = GB10.sm_count
     compute_capability = (12, 1)
     shared_memory_per_block_optin = 101376
 

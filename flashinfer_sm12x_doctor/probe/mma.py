@@ -168,7 +168,7 @@ def measure_rate(target: Target, kind: Kind) -> dict[str, float]:
 
 def kinds_of(target: Target) -> dict[str, Kind]:
     """The kinds that the target has."""
-    return {name: kind for name, kind in KINDS.items() if target.sm12x or not kind.scaled}
+    return {name: kind for name, kind in KINDS.items() if not kind.scaled or name in target.device_class.mma_kinds}
 
 
 def all_sum_bits(target: Target) -> dict[str, int]:

@@ -20,10 +20,11 @@ from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.trust import write_atomically
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
+from flashinfer.sm12x.device_class import GB10
 from flashinfer.testing.verify import Result, dense_results, gemm_results, moe_results
 
 from . import arrivals, launches, layer, mma, predicted, timing
-from .target import GB10, Target, find_target
+from .target import Target, find_target
 
 READ_BYTES = 1 << 30
 CHECKED_BYTES = 1 << 24
@@ -42,7 +43,9 @@ def run(part: str, tell: Tell) -> None:
 def probe_device(target: Target, tell: Tell) -> None:
     """The device that is measured."""
     tell(name=target.name, capability=list(target.capability), sm_count=target.sm_count)
-    tell(virtual=target.virtual is not None, gb10=target.capability == GB10, sm12x=target.sm12x)
+    tell(
+        virtual=target.virtual is not None, gb10=target.device_class is GB10, sm12x=bool(target.device_class.mma_kinds)
+    )
     tell(torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(), machine=platform.machine())
     if target.virtual is None:
         properties = torch.cuda.get_device_properties(target.device)
@@ -76,7 +79,7 @@ def probe_dram(target: Target, tell: Tell) -> None:
     tell(wrong=timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18))
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
-    if target.capability == GB10:
+    if target.device_class is GB10:
         tell(predicted=predicted.DRAM_GB_PER_SECOND)
 
 
@@ -86,7 +89,7 @@ def probe_mma(target: Target, tell: Tell) -> None:
         found: dict[str, Any] = {"wrong": mma.wrong_results(target, kind)}
         if target.virtual is None:
             found |= mma.measure_rate(target, kind)
-        if target.capability == GB10:
+        if target.device_class is GB10:
             found["predicted"] = predicted.MMA_FLOPS_PER_CLOCK[name]
         tell(**{name: found})
 
@@ -165,6 +168,6 @@ def probe_layer(target: Target, tell: Tell) -> None:
     if target.virtual is not None:
         return
     for line in layer.measure(target):
-        known = target.capability == GB10 and not modules.multiplies_in_half()
+        known = target.device_class is GB10 and not modules.multiplies_in_half()
         expected = predicted.LAYER_US[line["tokens"]] if known else None
         tell(**{f"{line['tokens']} tokens": line | {"predicted": expected}})

@@ -12,10 +12,9 @@ import torch
 
 from flashinfer.jit.sm12x.modules import gen_probe_module
 from flashinfer.sm12x.backend import kernels
+from flashinfer.sm12x.device_class import DeviceClass, class_of
 from flashinfer.sm12x.devices import serves_cuda
 from flashinfer.testing.virtual_device import VirtualDevice
-
-GB10 = (12, 1)
 
 
 class NoTargetError(RuntimeError):
@@ -41,9 +40,11 @@ class Target:
     virtual: VirtualDevice | None = None
 
     @property
-    def sm12x(self) -> bool:
-        """Whether there are block-scaled MMAs."""
-        return self.capability[0] == 12
+    def device_class(self) -> DeviceClass:
+        """The class that has its row among those that the kernels serve."""
+        found = class_of(self.capability)
+        assert found is not None
+        return found
 
     def call(self, name: str, *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> None:
         """Call ``sm12x_probe_<name>`` of the module ``probe_sm12x``, which is built if need be.

@@ -19,7 +19,7 @@ from perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Count
 from perfmodel.moe import Fit, Work
 from printed import cells
 
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
+from flashinfer.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.testing.moe_layers import DENSE_VARIANTS
 from flashinfer_sm12x_doctor.probe import layer

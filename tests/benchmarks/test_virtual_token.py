@@ -7,7 +7,7 @@ import emulate
 import pytest
 from perfmodel import dense, step
 
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
+from flashinfer.sm12x.instances import DENSE_INSTANCES
 from flashinfer.testing.virtual_device import virtual_device
 
 

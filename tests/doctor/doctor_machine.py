@@ -131,7 +131,7 @@ class Machine:
             (self.tree / name).symlink_to(REPO / name)
         for name in ("__init__.py", "settings.py", "devices.py"):
             shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
-        for name in ("config", "moe", "dense", "lm_head", "attention"):
+        for name in ("config", "moe", "nvfp4", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
         self.plugin_part(
             "contacts",

@@ -16,8 +16,6 @@ from flashinfer.gemm.sm12x_dense import dense_block_scaled, dense_mx
 from flashinfer.gemm.sm12x_dense_launch import (
     BF16,
     DENSE_INSTANCES,
-    DEQUANTIZED_IN_PIECES_TOKENS,
-    DEQUANTIZED_TOKENS,
     MXFP4_SWIZZLED,
     QUANTIZE_BF16,
     QUANTIZE_F16_TO_MXFP4,
@@ -25,7 +23,8 @@ from flashinfer.gemm.sm12x_dense_launch import (
     instance,
 )
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import Format
+from flashinfer.sm12x.device_class import CLASSES, GB10, HOPPER, DeviceClass
+from flashinfer.sm12x.instances import Format
 from flashinfer.testing import DenseCase, DenseInputs, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, WEIGHTS, dense_inputs_with_not_numbers
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
@@ -92,8 +91,9 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weig
 
 
 def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_TOKENS", {False: 1, True: 1})
-    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_IN_PIECES_TOKENS", dict.fromkeys(WEIGHTS, 1))
+    for known in CLASSES:
+        monkeypatch.setitem(vars(known), "cublas_tokens", 1)
+        monkeypatch.setitem(vars(known), "cublas_tokens_in_pieces", {})
     for rows in (256, 300, 1):  # of bfloat16; of the CPU's float32 half as many
         monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_BYTES", rows * 160 * 2)
         for weights in WEIGHTS:
@@ -132,33 +132,33 @@ def test_what_is_chosen() -> None:
     assert name("mxfp4", 64, 201_088, 2880) == "dense_mxfp4_m64_gemm"
     assert name("mxfp8", 48, 201_088, 2880) == "dense_mxfp8_m48_gemm"
     assert name("mxfp4", 1, 5120, 7168) == "dense_mxfp4_m32_gemm"  # K too long for a stream
-    for block_scaled, tokens in DEQUANTIZED_TOKENS.items():
-        assert name("mxfp4", tokens, 5120, 2880, block_scaled) == "cuBLAS"
-        assert name("mxfp4", tokens - 1, 5120, 2880, block_scaled) != "cuBLAS"
-    for weights, tokens in DEQUANTIZED_IN_PIECES_TOKENS.items():  # on Hopper
-        assert name(weights, tokens, 201_088, 2880, False) == "cuBLAS"
-        assert name(weights, tokens - 1, 201_088, 2880, False) != "cuBLAS"
-    assert name("mxfp4", 16, 201_088, 2880, True, "mxfp8") == "dense_mxfp4_m16_w2"
-    assert name("mxfp8", 64, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
-    assert name("mxfp8", 128, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # 46 tiles
-    assert name("mxfp8", 128, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 40, not 80
-    assert name("mxfp8", 129, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 46, not 69
-    assert name("mxfp4", 8192, 5120, 2880, True, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
-    assert name("mxfp4", 16, 201_088, 2880, True, "mxfp4") == "dense_mxfp4_m16_w2"
-    assert name("mxfp4", 64, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"
-    assert name("mxfp4", 8192, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m128_gemm_mxfp4"
+    for known in CLASSES:
+        assert name("mxfp4", known.cublas_tokens, 5120, 2880, known) == "cuBLAS"
+        assert name("mxfp4", known.cublas_tokens - 1, 5120, 2880, known) != "cuBLAS"
+    assert set(HOPPER.cublas_tokens_in_pieces) == set(WEIGHTS)
+    for weights, tokens in HOPPER.cublas_tokens_in_pieces.items():
+        assert name(weights, tokens, 201_088, 2880, HOPPER) == "cuBLAS"
+        assert name(weights, tokens - 1, 201_088, 2880, HOPPER) != "cuBLAS"
+    assert name("mxfp4", 16, 201_088, 2880, GB10, "mxfp8") == "dense_mxfp4_m16_w2"
+    assert name("mxfp8", 64, 5120, 2880, GB10, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
+    assert name("mxfp8", 128, 2880, 4096, GB10, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # 46 tiles
+    assert name("mxfp8", 128, 5120, 2880, GB10, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 40, not 80
+    assert name("mxfp4", 8192, 5120, 2880, GB10, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
+    assert name("mxfp4", 16, 201_088, 2880, GB10, "mxfp4") == "dense_mxfp4_m16_w2"
+    assert name("mxfp4", 64, 5120, 2880, GB10, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"
+    assert name("mxfp4", 8192, 5120, 2880, GB10, "mxfp4") == "dense_mxfp4_m128_gemm_mxfp4"
 
 
-@pytest.mark.parametrize(("operand", "on_sm12x", "per_sm"), [("bf16", True, 1), ("bf16", False, 2), ("mxfp8", True, 1)])
+@pytest.mark.parametrize(
+    ("operand", "device"), [("bf16", GB10), ("bf16", HOPPER), ("mxfp8", GB10)], ids=["GB10", "Hopper", "MXFP8"]
+)
 @pytest.mark.parametrize("sms", [24, 48, 70, 132, 188])
-def test_small_tiles_are_taken_up_to_a_number_for_each_sm(
-    sms: int, operand: Format, on_sm12x: bool, per_sm: int
-) -> None:
+def test_small_tiles_are_taken_up_to_a_number_for_each_sm(sms: int, operand: Format, device: DeviceClass) -> None:
     """One tile more, and the tiles of the least cost by tokens are taken."""
     smallest, tokens = (32, 64) if operand == "bf16" else (64, 128)
-    last = per_sm * sms // 2  # rows of 128 outputs, each with two of the smallest tiles of tokens
+    last = device.dense_tiles_per_sm * sms // 2  # rows of 128 outputs, each with two of the smallest tiles of tokens
     tiles = [
-        choose("mxfp4", tokens, 128 * rows, 2880, on_sm12x, operand, sms).token_tile  # type: ignore[union-attr]
+        choose("mxfp4", tokens, 128 * rows, 2880, device, operand, sms).token_tile  # type: ignore[union-attr]
         for rows in (last, last + 1)
     ]
     assert tiles == [smallest, 2 * smallest]
@@ -206,11 +206,11 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         ("mxfp8", MXFP4_SWIZZLED),
         ("mxfp4", BF16),
     ]
-    assert [sm12x_dense_launch.gemm_operand(*call, True) for call in calls] == expected
-    assert {sm12x_dense_launch.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
+    assert [sm12x_dense_launch.gemm_operand(*call, GB10) for call in calls] == expected
+    assert {sm12x_dense_launch.gemm_operand(*call, HOPPER) for call in calls} == {"bf16"}  # compute capability 9.0
     for variable in ("0", "1"):
         monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
-        forced = [sm12x_dense_launch.gemm_operand(*call, True) for call in calls]
+        forced = [sm12x_dense_launch.gemm_operand(*call, GB10) for call in calls]
         assert forced == (["bf16"] * 5 if variable == "1" else ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"])
 
 

@@ -9,7 +9,7 @@ import pytest
 from perfmodel import dense, gb10, step
 
 from flashinfer.gemm.sm12x_dense_launch import choose
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
+from flashinfer.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MODELS
 
 MATRICES = MODELS[step.LAYER_MODEL].matrices

@@ -15,9 +15,9 @@ from recording_backend import RecordingBackend, recording_tuner
 
 from flashinfer.gemm import dense_block_scaled, sm12x_dense_launch, sm12x_dense_tuning
 from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
 from flashinfer.sm12x import tune
+from flashinfer.sm12x.instances import DENSE_INSTANCES
 from flashinfer.testing import DenseCase, make_dense_inputs
 
 N, K = 256, 640

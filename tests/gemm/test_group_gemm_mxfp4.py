@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import flashinfer
 from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
 from flashinfer.sm12x import devices
+from flashinfer.sm12x.instances import GEMM_INSTANCES
 from flashinfer.testing import check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on

@@ -14,8 +14,8 @@ import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.testing import (
     ANY_ORDER,
     DenseCase,

@@ -12,7 +12,7 @@ from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.gemm.sm12x_dense_norm import norms
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
+from flashinfer.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.testing import (
     DenseCase,
     check_within_bound,

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from jit_processes import named_barriers
 
 from flashinfer.jit.sm12x import inspect_sass, modules, report
-from flashinfer.jit.sm12x.instances import (
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
     FORMATS,
     GEMM_INSTANCES,
@@ -26,7 +27,6 @@ from flashinfer.jit.sm12x.instances import (
     NVFP4,
     Instance,
 )
-from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")

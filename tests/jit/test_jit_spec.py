@@ -22,9 +22,9 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
 from flashinfer.jit.sm12x import diagnosis, inspect_sass, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.instances import INSTANCES, MAIN_MODULE, NVFP4, Instance, index_of, is_alone
 from flashinfer.jit.sm12x.report import as_table, instance_rows
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE, NVFP4, Instance, index_of, is_alone
 
 pytestmark = pytest.mark.usefixtures("workspace")
 
@@ -439,7 +439,7 @@ def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_com
     row = INSTANCES[index_of(name)]
     wrong = dataclasses.replace(row, **{column: getattr(row, column) + more for column, more in change.items()})
     spec = modules._spec("wrong_row", [], modules._MOE_TEMPLATE, [wrong])
-    with pytest.raises(RuntimeError, match=r"flashinfer/jit/sm12x/instances\.py says otherwise"):
+    with pytest.raises(RuntimeError, match=r"instances\.py says otherwise"):
         spec.build(need_lock=True)
 
 

@@ -18,8 +18,8 @@ import pytest
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import build, inspect_sass, modules, toolchain
-from flashinfer.jit.sm12x.instances import INSTANCES, MOE_MODULES, is_alone
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.sm12x.instances import INSTANCES, MOE_MODULES, is_alone
 
 try:
     toolchain.discover()

@@ -37,8 +37,8 @@ from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
-from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
+from flashinfer.sm12x.devices import require_device_class, serves_cuda
+from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import (
     DenseCase,
@@ -67,7 +67,7 @@ Work = tuple[str, MoECase, list[list[int] | None]]
 
 def tactics_of(case: MoECase, extra: bool) -> list[list[int] | None]:
     """The default, and each instance for both GEMMs; those of Hopper alone only on one, with ``extra``."""
-    block_scaled = not extra or has_block_scaled_mma(torch.cuda.current_device())
+    block_scaled = not extra or require_device_class(torch.cuda.current_device()).mma_kinds
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
     table, activation = SM12X if block_scaled else INSTANCES, Mode(case.mode).activation
     rows = [row for row in table if row.activation == activation and row.weights == case.weights]

@@ -10,7 +10,7 @@ import pytest
 from flashinfer.autotuner import AutoTuner, autotuner
 from recording_backend import RecordingBackend
 
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)

@@ -12,7 +12,7 @@ from moe_harness import check_case, run, same_bits
 
 import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import SM12X
+from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.error_bounds import swiglu, swiglu_step
 

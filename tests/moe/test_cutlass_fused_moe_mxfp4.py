@@ -18,8 +18,8 @@ from moe_harness import check_case, run, same_bits, workspace_bytes
 
 import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x.devices import serves_cuda
+from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import (
     MoECase,
     MoEInputs,

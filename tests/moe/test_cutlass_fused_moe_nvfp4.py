@@ -20,7 +20,8 @@ from moe_recording import RecordingModule
 import flashinfer
 from flashinfer.fused_moe import core, moe_step
 from flashinfer.fused_moe.sm12x_planner import plan_moe
-from flashinfer.jit.sm12x.instances import INSTANCES, NVFP4, STREAM_ENTRIES
+from flashinfer.sm12x.device_class import CLASSES, DeviceClass
+from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_ENTRIES
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
@@ -158,15 +159,12 @@ def test_a_launch_gets_nvfp4s_tactics_and_tensors_as_they_are(module: RecordingM
     assert module.registered == [] and module.backend.built == []
 
 
-@pytest.mark.parametrize("block_scaled", [True, False], ids=["SM12x", "Hopper"])
-@pytest.mark.parametrize("unified", [True, False], ids=["GB10", "card"])
-def test_the_planner_has_a_tactic_for_every_batch_of_every_layer(block_scaled: bool, unified: bool) -> None:
+@pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
+def test_the_planner_has_a_tactic_for_every_batch_of_every_layer(known: DeviceClass) -> None:
     for layer in MOE_LAYERS.values():
         for tokens in (1, 2, 8, 33, 128, 129, 1000, 8192):
             for all_sms in (True, False):
-                planned = plan_moe(
-                    tokens, layer.top_k, layer.experts, *layer[:2], 2, block_scaled, all_sms, unified, "nvfp4"
-                )
+                planned = plan_moe(tokens, layer.top_k, layer.experts, *layer[:2], 2, known, all_sms, "nvfp4")
                 fc1, fc2 = (INSTANCES[place] for place in planned)
                 assert fc1 is fc2 and fc1 in NVFP4
                 assert fc1.takes(tokens * layer.top_k, *layer[:2])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -17,21 +16,18 @@ from flashinfer.fused_moe import core
 from flashinfer.fused_moe.sm12x_planner import expected_rows, plan_mode, plan_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x import devices
+from flashinfer.sm12x.device_class import CLASSES, GB10, HOPPER, DeviceClass
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, make_moe_inputs
 
 EXPERTS, TOP_K = 8, 3
 BOTH = {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True}
-FEATURES = list(itertools.product([True, False], repeat=2))
-"""Block-scaled MMAs, unified memory."""
-
-
 NEVER = 1 << 14
 
 
-def switch(top_k: int, experts: int, *features: bool) -> int:
+def switch(top_k: int, experts: int, device: DeviceClass = GB10) -> int:
     """The fewest tokens in W4A8, or :data:`NEVER`."""
-    modes = (plan_mode(Mode.AUTO, tokens, top_k, experts, *features) for tokens in range(NEVER))
+    modes = (plan_mode(Mode.AUTO, tokens, top_k, experts, device) for tokens in range(NEVER))
     return next((tokens for tokens, mode in enumerate(modes) if mode is Mode.HALF_INPUT), NEVER)
 
 
@@ -44,19 +40,19 @@ def arguments(tokens: int, mode: int, **changes: Any) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
 @pytest.mark.parametrize("model", MOE_LAYERS)
-def test_one_switch_divides_all_numbers_of_tokens(model: str, features: tuple[bool, bool]) -> None:
+def test_one_switch_divides_all_numbers_of_tokens(model: str, known: DeviceClass) -> None:
     layer = MOE_LAYERS[model]
-    at = switch(layer.top_k, layer.experts, *features)
+    at = switch(layer.top_k, layer.experts, known)
     assert at > 64, "every decode step of a Spark is exact"
-    assert (at == NEVER) == (not features[0]), "Hopper multiplies in bfloat16 either way"
+    assert (at == NEVER) == (known is HOPPER), "Hopper multiplies in bfloat16 either way"
     for tokens in (1, at - 1, at, at + 1, 4 * at):
         exact = tokens < at or at == NEVER
         expected = Mode.W4A16 if exact else Mode.HALF_INPUT
-        assert plan_mode(Mode.AUTO, tokens, layer.top_k, layer.experts, *features) is expected
+        assert plan_mode(Mode.AUTO, tokens, layer.top_k, layer.experts, known) is expected
     for mode in set(Mode) - {Mode.AUTO}:
-        assert plan_mode(mode, at, layer.top_k, layer.experts, *features) is mode
+        assert plan_mode(mode, at, layer.top_k, layer.experts, known) is mode
 
 
 def test_the_cpu_computes_either_mode_bit_for_bit() -> None:
@@ -71,12 +67,10 @@ def test_the_cpu_computes_either_mode_bit_for_bit() -> None:
         assert got.equal(results[Mode.W4A16 if tokens < at else Mode.HALF_INPUT])
 
 
-@pytest.mark.parametrize("features", FEATURES)
-def test_a_launch_has_the_mode_of_its_tokens_and_no_global_scales(
-    features: tuple[bool, bool], module: RecordingModule
-) -> None:
-    module.backend.block_scaled_mma, module.backend.unified_memory = features
-    at = switch(TOP_K, EXPERTS, *features)
+@pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
+def test_a_launch_has_the_mode_of_its_tokens_and_no_global_scales(known: DeviceClass, module: RecordingModule) -> None:
+    module.backend.device_class = known
+    at = switch(TOP_K, EXPERTS, known)
     for tokens in (1, 16, 4096) if at == NEVER else (1, at - 1, at, at + 1):
         flashinfer.cutlass_fused_moe(**arguments(tokens, Mode.W4A16) | BOTH)
         launch = module.launches[-1]

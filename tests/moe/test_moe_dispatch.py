@@ -18,8 +18,8 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer
-from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, is_alone, tactic
-from flashinfer.sm12x import devices
+from flashinfer.sm12x import device_class, devices
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, is_alone, tactic
 
 
 def numbers(tactics: Iterable[int]) -> list[int]:
@@ -53,7 +53,9 @@ def test_a_launch_gets_the_planners_tactics_and_tensors_as_they_are(mode: int, m
     taken = {each.data_ptr() for each in launch.values() if torch.is_tensor(each)}
     assert taken - given == {result.data_ptr(), launch["workspace"].data_ptr()}
     assert launch["workspace"].shape == (WORKSPACE,)
-    assert (launch["tactic_fc1"], launch["tactic_fc2"]) == sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
+    assert (launch["tactic_fc1"], launch["tactic_fc2"]) == sm12x_planner.plan_moe(
+        6, 3, 8, 160, 96, mode, device_class.GB10
+    )
     assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room for bfloat16: the MMA takes block scales
 
 
@@ -111,7 +113,7 @@ def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> N
     names = ", ".join(f"{row.number} ({row.name})" for row in SM12X if row.activation == "mxfp8")
     with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {names}") + "$"):
         flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=[as_bf16, as_bf16])
-    module.backend.block_scaled_mma, module.backend.tactics = False, INSTANCES
+    module.backend.device_class, module.backend.tactics = device_class.HOPPER, INSTANCES
     flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=[as_bf16, -1])
     assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (place, place)
     assert module.sizes[-1][-1] is True, "room for bfloat16"

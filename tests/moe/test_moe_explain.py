@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from typing import Any
@@ -14,7 +13,8 @@ from click.testing import CliRunner, Result
 from flashinfer.__main__ import cli
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.device_class import CLASSES
+from flashinfer.sm12x.instances import INSTANCES
 
 
 def plan(*options: str) -> Result:
@@ -44,25 +44,29 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
             layer.hidden,
             layer.inter,
             number,
-            gpu.block_scaled_mma,
-            unified_memory=gpu.unified_memory,
+            gpu,
         )
         fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
         assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
         assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
         sizes = row["tokens"], layer.top_k, layer.experts
-        used = sm12x_planner.plan_mode(Mode(number), *sizes, gpu.block_scaled_mma, gpu.unified_memory)
+        used = sm12x_planner.plan_mode(Mode(number), *sizes, gpu)
         assert {INSTANCES[tactic].activation for tactic in planned} == {used.activation}
         assert row["reason"]
-    assert shown["device"] == dataclasses.asdict(gpu)
+    assert shown["device"] == {
+        "name": gpu.gpu,
+        "sm_count": gpu.sm_count,
+        "block_scaled_mma": device != "h200",
+        "unified_memory": device == "gb10",
+    }
 
 
 def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
     modes = set(Mode) - {Mode.AUTO}
-    for mode, tokens, block_scaled in itertools.product(modes, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
+    for mode, tokens, known in itertools.product(modes, (1, 3, 8, 37, 64, 512, 8192), CLASSES):
         activation: Any = mode.activation
-        choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled, (2880, 2880))
-        assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), block_scaled)
+        choice = sm12x_planner.choose(activation, tokens * 4, 128, known, (2880, 2880))
+        assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), known)
 
 
 def test_table_names_the_layer_and_gives_a_line_per_token_count() -> None:

@@ -12,7 +12,8 @@ from perfmodel import gb10, moe, step
 
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance, candidates
+from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceClass
+from flashinfer.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
@@ -47,33 +48,33 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
     top_k = 4
     for tokens in [*range(1, 256), *range(256, 8192, 16)]:
         rows = tokens * top_k
-        chosen = sm12x_planner.choose(activation, rows, experts, False, (2880, 2880)).instance
+        chosen = sm12x_planner.choose(activation, rows, experts, HOPPER, (2880, 2880)).instance
         costs = {
             kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= STREAM_ENTRIES
         }
         assert costs[chosen.streamed, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
 
 
-@pytest.mark.parametrize("block_scaled", [True, False])
+@pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
 @pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
 @pytest.mark.parametrize(
     ("hidden", "inter"), [(3072, 3072), (3104, 96), (96, 3104), (96, 4608), (4640, 96), (96, 4640)]
 )
 def test_a_long_k_takes_wider_warps_and_a_longer_one_pairs_of_gemms(
-    hidden: int, inter: int, activation: Format, block_scaled: bool
+    hidden: int, inter: int, activation: Format, known: DeviceClass
 ) -> None:
     """Twelve warps of 256 elements share a K of 3,072, of 384 one of 4,608."""
-    row = sm12x_planner.choose(activation, 4, 32, block_scaled, (hidden, inter)).instance
+    row = sm12x_planner.choose(activation, 4, 32, known, (hidden, inter)).instance
     longest = max(hidden, inter)
     assert row.streamed == (longest <= 4608)
     assert not row.streamed or row.k_tile == (256 if longest <= 3072 else 384)
 
 
-@pytest.mark.parametrize("block_scaled", [True, False])
-def test_of_streams_that_take_a_layer_only_the_shortest_is_tried(block_scaled: bool) -> None:
+@pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
+def test_of_streams_that_take_a_layer_only_the_shortest_is_tried(known: DeviceClass) -> None:
     """Else a gpt-oss layer's tuning would build the others."""
     for longest, widths in ((2880, {256}), (4096, {384}), (5120, set())):
-        rows = candidates(block_scaled, 4, 2880, longest)
+        rows = known.candidates(4, 2880, longest)
         assert {row.k_tile for row in rows if row.streamed} == widths
 
 
@@ -97,7 +98,8 @@ def modelled(layer: MoELayer, tokens: int, row: Instance, gpu: tuple[int, float,
 
 
 def planned(layer: MoELayer, tokens: int, mode: Mode, unified: bool) -> Instance:
-    chosen, _ = sm12x_planner.plan_moe(tokens, layer.top_k, layer.experts, *layer[:2], mode, unified_memory=unified)
+    known = GB10 if unified else CARD
+    chosen, _ = sm12x_planner.plan_moe(tokens, layer.top_k, layer.experts, *layer[:2], mode, known)
     return INSTANCES[chosen]
 
 
@@ -106,7 +108,7 @@ def planned(layer: MoELayer, tokens: int, mode: Mode, unified: bool) -> Instance
 def test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best(model: str, mode: Mode, gpus: list[Any]) -> None:
     layer = MOE_LAYERS[model]
     for tokens, gpu in itertools.product(GRID, gpus):
-        rows = candidates(True, tokens * layer.top_k, layer.hidden, layer.inter)
+        rows = GB10.candidates(tokens * layer.top_k, layer.hidden, layer.inter)
         costs = {row: modelled(layer, tokens, row, gpu, 768) for row in rows if row.activation == mode.activation}
         chosen = planned(layer, tokens, mode, gpu[2])
         assert costs[chosen] <= 1.1 * min(costs.values()), (gpu, tokens, chosen.name, costs)
@@ -120,7 +122,7 @@ def test_auto_takes_no_longer_than_w4a8_beyond_three_percent(
 ) -> None:
     """And half as many more would: the switch is neither too late nor much too early."""
     layer = MOE_LAYERS[model]
-    most = int(sm12x_planner.most_exact_tokens(layer.top_k, layer.experts, True, gpu[2]))
+    most = int(sm12x_planner.most_exact_tokens(layer.top_k, layer.experts, GB10 if gpu[2] else CARD))
 
     def ratio(tokens: int) -> float:
         exact, rounded = (
@@ -140,8 +142,7 @@ def test_a_gb10s_choices_are_those_of_before_cards_had_their_own() -> None:
     for experts, tokens in itertools.product((32, 64, 128), (*range(1, 600), *range(600, 9000, 200))):
         rows = sm12x_planner.expected_rows(tokens * 4, experts)
         gb10s, card = (
-            INSTANCES[sm12x_planner.plan_moe(tokens, 4, experts, 2880, 2880, 0, unified_memory=unified)[0]]
-            for unified in (True, False)
+            INSTANCES[sm12x_planner.plan_moe(tokens, 4, experts, 2880, 2880, 0, known)[0]] for known in (GB10, CARD)
         )
         wanted = next(tile for limit, tile in limits if rows <= limit)
         assert gb10s.streamed == (rows <= 4.5)

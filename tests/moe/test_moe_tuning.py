@@ -15,8 +15,8 @@ from moe_recording import RecordingModule, layer_arguments, logged
 import flashinfer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
+from flashinfer.sm12x import device_class, instances
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16
@@ -125,7 +125,7 @@ def test_a_tactic_that_does_not_take_the_layer_is_not_timed(
 
 def test_a_device_without_block_scales_times_what_was_made_for_it(module: RecordingModule, profiler: Profiler) -> None:
     """Hopper's table, whose own rows are built for it."""
-    module.backend.block_scaled_mma, module.backend.tactics = False, INSTANCES
+    module.backend.device_class, module.backend.tactics = device_class.HOPPER, INSTANCES
     with autotune(True):
         caller(module)()
     asked = {tactic for which, tactic, _ in profiler.asked if which == 1}

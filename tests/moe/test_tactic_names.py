@@ -18,9 +18,8 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 import flashinfer
 from flashinfer.fused_moe import sm12x_launch
 from flashinfer.gemm import sm12x_dense_launch
-from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
-from flashinfer.sm12x import devices, tune
+from flashinfer.sm12x import devices, instances, tune
+from flashinfer.sm12x.instances import DENSE_INSTANCES
 from flashinfer.testing import DenseCase, make_dense_inputs, make_group_gemm_inputs
 from flashinfer.testing.dense_reference import TOKENS
 

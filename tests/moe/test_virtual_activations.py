@@ -11,7 +11,7 @@ from flashinfer.tllm_enums import ActivationType
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import ACTIVATIONS
-from flashinfer.jit.sm12x.instances import index_of
+from flashinfer.sm12x.instances import index_of
 from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import virtual_device
 

@@ -22,7 +22,8 @@ from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import (
+from flashinfer.sm12x.device_class import GB10
+from flashinfer.sm12x.instances import (
     GEMM_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,
@@ -304,7 +305,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
 def test_a_layer_of_gpt_oss_20b_by_a_pair_of_gemms(device, mode):
     case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=32, top_k=4, mode=mode)
-    instance = choose("bf16" if mode == 2 else "mxfp8", 4, 32, True, (2880, 2880), all_sms=False).instance
+    instance = choose("bf16" if mode == 2 else "mxfp8", 4, 32, GB10, (2880, 2880), all_sms=False).instance
     check_moe(device, case, 510 + mode, [instance.index] * 2)
     assert len(gemm_launches(device)) == 2
 

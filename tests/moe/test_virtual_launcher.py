@@ -30,7 +30,7 @@ from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_ro
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_ENTRIES, index_of
+from flashinfer.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_ENTRIES, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,

@@ -11,7 +11,7 @@ import torch
 from virtual_devices import ALL_WATCHERS, virtual_fixture
 from virtual_moe import LayerCall, run_layers, run_moe
 
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice
 

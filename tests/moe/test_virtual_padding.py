@@ -8,7 +8,7 @@ import torch
 from virtual_devices import virtual_fixture
 
 import flashinfer
-from flashinfer.jit.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, SM12X
+from flashinfer.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, SM12X
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice
 

@@ -13,7 +13,7 @@ import torch
 from perfmodel import moe
 
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import MAIN_MODULE
+from flashinfer.sm12x.instances import MAIN_MODULE
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device

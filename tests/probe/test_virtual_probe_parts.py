@@ -23,8 +23,10 @@ from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 from flashinfer_sm12x_doctor import asking, questions
 from flashinfer_sm12x_doctor.probe import PARTS, TOKENS, arrivals, launches, layer, mma, parts, timing
-from flashinfer_sm12x_doctor.probe.target import GB10, Target
+from flashinfer_sm12x_doctor.probe.target import Target
 from flashinfer_sm12x_doctor.probe_checks import PROBE_CHECKS
+
+GB10 = (12, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ MODULES = {
 ORDER = """
 flashinfer._version
 flashinfer._layer
-flashinfer.jit.sm12x.instances
 flashinfer.sm12x
 flashinfer
 flashinfer.jit

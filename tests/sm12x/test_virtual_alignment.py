@@ -16,7 +16,7 @@ from virtual_devices import virtual_fixture
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 from flashinfer.gemm import dense_block_scaled
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice
 

@@ -20,7 +20,7 @@ from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.gemm import dense_block_scaled
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, NVFP4, Instance
+from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, NVFP4, Instance
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,

@@ -20,7 +20,7 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,

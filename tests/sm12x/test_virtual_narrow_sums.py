@@ -17,8 +17,8 @@ from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
 from flashinfer.quantization import mx_cpu
+from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
 from flashinfer.testing import (
     SM120_SUM_BITS,
     TENSOR_CORE,

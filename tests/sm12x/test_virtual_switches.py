@@ -22,7 +22,9 @@ from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.gemm import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose
-from flashinfer.jit.sm12x.instances import (
+from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
+from flashinfer.sm12x.device_class import GB10
+from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,
@@ -33,7 +35,6 @@ from flashinfer.jit.sm12x.instances import (
     Format,
     Instance,
 )
-from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -162,7 +163,7 @@ def test_tokens_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice,
     n, k = 136, 96
 
     def chosen(tokens: int) -> Instance | None:
-        return choose(form, tokens, n, k, True, operand)
+        return choose(form, tokens, n, k, GB10, operand)
 
     switches = changes_of(chosen, range(1, 200))
     assert len(switches) >= 2, switches

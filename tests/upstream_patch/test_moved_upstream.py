@@ -217,7 +217,7 @@ def test_a_place_is_checked_in_upstreams_text_not_in_what_topics_made_of_it():
 
 
 def test_definitions_are_taken_with_their_comments_and_documentation():
-    source = "flashinfer/jit/sm12x/instances.py"
+    source = "flashinfer/sm12x/instances.py"
     taken = with_definitions(f"x = 1\n# take {source}: GEMM_INSTANCES PAIRS\ny = 2\n")
     assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
     assert taken.endswith('"""What the grouped GEMM is compiled for."""\ny = 2\n')

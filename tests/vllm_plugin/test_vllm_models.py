@@ -116,9 +116,9 @@ def test_a_model_of_the_forks_experts_agrees_with_transformers(checkpoint_folder
 @pytest.fixture
 def few_exact_tokens(monkeypatch):
     """The planner of a GPU on which W4A16 is as fast as W4A8 for very few tokens: 29 are in W4A8."""
-    from flashinfer.fused_moe import sm12x_planner
+    from flashinfer.sm12x.device_class import GB10
 
-    monkeypatch.setattr(sm12x_planner, "_SM12X", dataclasses.replace(sm12x_planner._SM12X, exact=1.7))
+    monkeypatch.setitem(vars(GB10), "exact", 1.7)
 
 
 @pytest.mark.usefixtures("few_exact_tokens")
@@ -320,7 +320,8 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
     """With what Hopper's planner may choose besides, which a request would wait for."""
     from flashinfer.fused_moe import sm12x_launch
-    from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, is_alone
+    from flashinfer.sm12x.device_class import class_of
+    from flashinfer.sm12x.instances import HOPPER, INSTANCES, is_alone
     from flashinfer_sm12x_vllm import moe
 
     monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
@@ -328,7 +329,7 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
     order: list[str] = []
 
     class Backend:
-        block_scaled_mma = capability == "12.1"
+        device_class = class_of(tuple(map(int, capability.split("."))))
         memo: ClassVar[dict] = {}
 
         def module(self, _generate, *tactic):
@@ -663,7 +664,6 @@ def test_a_head_tied_to_the_embedding_stays_bf16(tmp_path, log, monkeypatch):
     ids=["EPLB", "three ranks", "batched all-to-all"],
 )
 def test_experts_that_the_fork_does_not_serve_are_left_to_vllm(checkpoint_folder, changes, reason):
-    import dataclasses
 
     from flashinfer_sm12x_vllm import moe
     from flashinfer_sm12x_vllm.settings import Settings

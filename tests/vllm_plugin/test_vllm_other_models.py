@@ -4,7 +4,6 @@ output, on CPU tensors, beside a reference in float32."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import checkpoint
@@ -13,8 +12,6 @@ import served
 import torch
 from experts_reference import _mxfp8, random_mxfp4
 from test_vllm_models import serve
-
-from flashinfer.fused_moe import sm12x_planner
 
 HIDDEN, INTER, EXPERTS, TOP_K = 256, 128, 8, 3
 LIMIT = 2.0
@@ -116,7 +113,9 @@ def reference(
 def test_the_experts_are_the_forks_and_agree_with_the_reference(
     checkpoint_folder, log, monkeypatch, door, activation, limit, backend, moe, tokens, mode
 ):
-    monkeypatch.setattr(sm12x_planner, "_SM12X", dataclasses.replace(sm12x_planner._SM12X, exact=16.0))
+    from flashinfer.sm12x.device_class import GB10
+
+    monkeypatch.setitem(vars(GB10), "exact", 16.0)
     config = serve(checkpoint_folder, {"moe": moe}, "--moe-backend", backend)
     weights = expert_weights(5)
     print("seed", 6)

@@ -4,7 +4,6 @@
 Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while ``flashinfer.jit`` is still loading.
 
 =================  ====================================================================================
-``instances``      the one table of kernel instances
 ``toolchain``      where the CUDA compiler, its headers and libraries are
 ``modules``        the JIT specs: sources and flags of each module
 ``spec``           how such a spec fits upstream's ``JitSpec``

@@ -34,10 +34,10 @@ from flashinfer._layer import fork_root, wheel_root
 from flashinfer.sm12x import variables
 from flashinfer.sm12x.models import MODELS
 
+from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .diagnosis import WARN_OF_LOCAL_MEMORY
-from .instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .spec import JitSpecSm12x
 from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...sm12x.instances import INSTANCES, ROW_TILE, Instance
 from . import build as engine
 from .inspect_sass import KernelCode, inspect
-from .instances import INSTANCES, ROW_TILE, Instance
 from .spec import JitSpecSm12x
 
 _STREAM_EPILOGUE_WARPS = 4  # include/flashinfer/sm12x/stream/params.h

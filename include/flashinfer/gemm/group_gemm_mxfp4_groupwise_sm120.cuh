@@ -33,7 +33,7 @@ inline size_t group_gemm_workspace_bytes(int device_sms) {
   return arena.used();
 }
 
-// Runs the instance of tactic `tactic` (flashinfer/jit/sm12x/instances.py) for rows a of `element` on `options.stream`.
+// Runs the instance of tactic `tactic` (instances.py) for rows a of `element` on `options.stream`.
 inline sm12x::Status group_gemm_mxfp4_groupwise_sm120(const GroupGemmArguments& g, sm12x::Element element, int tactic,
                                                       const sm12x::LaunchOptions& options) {
   using namespace sm12x;

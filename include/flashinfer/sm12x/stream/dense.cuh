@@ -16,7 +16,7 @@
 //                    stand where weights were
 //
 //   knob               value                where it is set
-//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   tokens a tile      8 or 16              instances.py, a row each
 //   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)

@@ -12,7 +12,7 @@
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
 //   knob               value                where it is set
-//   tokens a tile      8, on Hopper 8 or 16  flashinfer/jit/sm12x/instances.py, a row each
+//   tokens a tile      8, on Hopper 8 or 16  instances.py, a row each
 //   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, in groups whose  there, `mma_warps`
 //                      warps share K

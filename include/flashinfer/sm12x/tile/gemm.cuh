@@ -10,7 +10,7 @@
 // (8-warp).
 //
 //   knob            value                    where it is set
-//   tokens a tile   8 to 64, or 128          flashinfer/jit/sm12x/instances.py, a row each
+//   tokens a tile   8 to 64, or 128          instances.py, a row each
 //   K a stage       128 or 256               there, `k_tile`
 //   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: what fits, storage.cuh)
 //   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)

@@ -23,7 +23,7 @@ _OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWI
 
 WEIGHT_FORMATS: Dict[torch.dtype, str] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
 
-# take flashinfer/gemm/sm12x_dense_launch.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST choose_instance
+# take flashinfer/gemm/sm12x_dense_launch.py: SECOND_PASS_BYTES GEMM_TILE_COST choose_instance
 
 
 def weights_of(weight: torch.Tensor) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from .instances import GEMM_INSTANCES, Instance
 
-# take flashinfer/fused_moe/sm12x_planner.py: _END _SM12X_PAIRS expected_rows
+# take flashinfer/sm12x/device_class.py: _END _SM12X_PAIRS
+# take flashinfer/fused_moe/sm12x_planner.py: expected_rows
 
 
 def narrowest_that_holds(rows: float, candidates: Sequence[Instance]) -> Instance:

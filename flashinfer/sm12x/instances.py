@@ -290,23 +290,6 @@ assert len(_PLACES) == len(INSTANCES) + len(DENSE_INSTANCES)
 assert len({row.number for row in INSTANCES}) == len(INSTANCES)
 
 
-def table(block_scaled_mma: bool) -> tuple[Instance, ...]:
-    """The rows among which a device's planner and autotuner choose: whether its MMA takes block scales tells which it is."""
-    return SM12X if block_scaled_mma else HOPPER
-
-
-def candidates(
-    block_scaled_mma: bool, num_rows: int, hidden: int, inter: int, weights: str = "mxfp4"
-) -> tuple[Instance, ...]:
-    """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
-
-    Those of the device's table that take it, but of streams of one token tile only the one whose warps take least of K.
-    """
-    rows = [row for row in table(block_scaled_mma) if row.weights == weights and row.takes(num_rows, hidden, inter)]
-    least = {(row.multiplies, row.token_tile): row for row in sorted(rows, key=lambda row: -row.k_tile) if row.streamed}
-    return tuple(row for row in rows if not row.streamed or row in least.values())
-
-
 def tactic(name: str) -> int:
     """The number for ``profile_ids`` of the row called ``name``; ``ValueError`` with the names there are otherwise."""
     return INSTANCES[index_of(name)].number

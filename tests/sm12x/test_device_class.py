@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which class a GPU is of, by its compute capability."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceClass, class_of
+from flashinfer.sm12x.instances import INSTANCES
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((12, 1), GB10),
+        ((12, 0), CARD),
+        ((12, 7), CARD),
+        ((9, 0), HOPPER),
+        ((9, 1), None),
+        ((10, 0), None),
+        ((8, 9), None),
+    ],
+)
+def test_the_class_of_a_capability(capability: tuple[int, int], expected: DeviceClass | None) -> None:
+    assert class_of(capability) is expected
+
+
+def test_limits_rise_to_the_end_and_name_tiles_that_there_are() -> None:
+    for known in CLASSES:
+        tiles = {row.token_tile for row in known.table if not row.streamed}
+        for limits in (known.pairs, known.exact_pairs, known.gemms):
+            assert [limit for limit, _ in limits] == sorted({limit for limit, _ in limits})
+            assert limits[-1][0] == float("inf")
+            assert {tile for _, tile in limits} <= tiles
+        assert {tile for _, tile in known.streamed} <= {row.token_tile for row in known.table if row.streamed}
+        assert set(known.table) <= set(known.tactics) <= set(INSTANCES)
