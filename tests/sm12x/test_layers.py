@@ -232,6 +232,17 @@ def test_a_layer_is_checked_when_it_is_made_and_when_it_changed(
         assert len(checked) == number, place
 
 
+def test_tokens_of_a_reused_layer_may_not_lie_in_its_cache() -> None:
+    layer = LAYERS["DecodeAttentionLayer"]
+    arguments = layer.make()
+    run = layer.of(arguments)
+    run(**arguments)
+    key = arguments["key"]
+    inside = arguments["kv_cache"].view(-1)[: key.numel()].view(key.shape)
+    with pytest.raises(ValueError, match=r"^kv_cache's keys overlaps key; it must be memory of its own"):
+        run(**{**arguments, "key": inside})
+
+
 def test_each_fact_of_a_tensor_is_known() -> None:
     """One change at a time, with everything else as it was."""
     square = torch.ones(4, 4)
