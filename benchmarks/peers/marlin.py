@@ -5,7 +5,8 @@ Facts of its interface: 4-bit weights lie as int32 ``[E, K / 16, 2 N]``, in tile
 each lane and each group of 16 columns; scales are E8M0 bytes ``[E, K / 32, N]`` whose columns are permuted in groups of 64
 and then of 4; biases are permuted in groups of 32; rows of a call are grouped by expert in blocks that
 ``moe_align_block_size`` makes.  NVFP4's scales, for 16 of K, are the five exponent and three upper mantissa bits of 2^7 times
-their value in float16; an expert's global scale, a bfloat16, is times 2^119 then.  Hidden sizes are padded to 256 and intermediate ones to 128, as vLLM pads them.
+their value in float16; an expert's global scale, float32, is times 2^119 then, and
+FC2's bias is added before it.  Hidden sizes are padded to 256 and intermediate ones to 128, as vLLM pads them.
 
 The kernel between the GEMMs, which vLLM has in another library, is a Triton kernel of ours.
 """
@@ -142,9 +143,11 @@ class _Layer:
         self.fc1 = _arranged(fc1, weights.weights, 2, self.inter, self.hidden)  # [gate; up], each padded by itself
         self.fc2 = _arranged(fc2, weights.weights, 1, self.hidden, self.inter)
         globals_ = (weights.fc1_global, weights.fc2_global)
-        self.fc1_global, self.fc2_global = (
-            None if each is None else (each * 2.0**GLOBAL_EXPONENT).bfloat16() for each in globals_
-        )
+        self.fc1_global, self.fc2_global = (None if each is None else each * 2.0**GLOBAL_EXPONENT for each in globals_)
+        if self.fc2_global is not None:
+            # Where routing weights are multiplied in, the kernel adds the bias before the global scale.
+            bias = self.fc2.bias.float() / self.fc2_global[:, None]
+            self.fc2 = self.fc2._replace(bias=bias.to(self.fc2.bias.dtype))
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         inputs = batch.inputs
