@@ -18,6 +18,12 @@ from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, require_experts, sel
 _TOKENS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
+def _require_weights(weights: torch.Tensor) -> None:
+    if weights.dtype not in WEIGHT_DTYPES:
+        allowed = " or ".join(map(str, WEIGHT_DTYPES))
+        raise ValueError(f"fc1_expert_weights is {describe(weights)}; it must be {allowed}")
+
+
 class SM12xMoELayer:
     """The experts of :func:`~flashinfer.fused_moe.cutlass_fused_moe` with MXFP4 weights, made once from these.
 
@@ -65,9 +71,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
     ) -> None:
         require_tensor_type("fc1_expert_weights", fc1_expert_weights)
         flags = use_mxfp8_act_scaling, use_w4_group_scaling, False, False, False, activation_type
-        if fc1_expert_weights.dtype not in WEIGHT_DTYPES:
-            allowed = " or ".join(map(str, WEIGHT_DTYPES))
-            raise ValueError(f"fc1_expert_weights is {describe(fc1_expert_weights)}; it must be {allowed}")
+        _require_weights(fc1_expert_weights)
         modes = {dtype: select_mode(dtype, fc1_expert_weights.dtype, *flags) for dtype in _TOKENS}
         self._modes = {dtype: mode for dtype, mode in modes.items() if mode is not None}
         if not self._modes:
@@ -97,6 +101,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
 
     def _require_experts(self) -> None:
         weights, scales = self._experts[0], self._experts[4]
+        _require_weights(weights)
         require_computing_device("fc1_expert_weights", weights)
         require_served("SM12xMoELayer", weights.device)
         mode = next(iter(self._modes.values()))

@@ -67,9 +67,8 @@ class Layer(NamedTuple):
 
         parameters = {**inspect.signature(self.made).parameters, **self.signature.parameters}
         keyword = inspect.Parameter.KEYWORD_ONLY
-        signature = inspect.Signature(
-            [each.replace(kind=keyword) for each in parameters.values() if each.name != "self"]
-        )
+        of_both = set(inspect.signature(self.function).parameters) & set(parameters)
+        signature = inspect.Signature([parameters[name].replace(kind=keyword) for name in sorted(of_both)])
         run.__signature__ = signature  # type: ignore[attr-defined]
         return run
 
@@ -93,7 +92,11 @@ LAYERS = {
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outcomes have the same error, or the same bits."""
-    if one[:2] != other[:2]:
+    # A MoE layer that is made knows no input: of the two W4A8 modes, whose scales are the same, it names the first.
+    kinds = [
+        (kind, text.replace("HALF_INPUT takes the 4", "MXFP8_INPUT takes the 4")) for kind, text, _ in (one, other)
+    ]
+    if kinds[0] != kinds[1]:
         return False
     return len(one[2]) == len(other[2]) and all(
         first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
@@ -178,7 +181,7 @@ def test_what_a_layer_was_made_of_may_change(name: str) -> None:
             if not _alike(expected, got):
                 different.append((name_of(place), what, expected[:2], got[:2]))
             assert _put(tensor, right)
-            if what in ("other values", "right") and (expected[0] or outcome(run, arguments)[0]):
+            if outcome(run, arguments)[0] or (what == "right" and expected[0]):
                 different.append((name_of(place), what, expected[:2], outcome(run, arguments)[:2]))
     assert not different, "\n".join(map(str, different))
     assert put > 30
