@@ -9,6 +9,7 @@ import pytest
 from perfmodel import dense, gb10, step
 
 from flashinfer.gemm.sm12x_dense_launch import choose
+from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MODELS
 
@@ -63,7 +64,7 @@ def test_sm12x_takes_an_instance_near_the_models_best(weights: str, activation: 
     for tokens in sorted({*batches(weights, activation, k), dense.FEW_TOKENS + 1, *MORE}):
         rows = candidates(weights, activation, k, tokens)
         costs = {row.name: modelled(row, activation, (n, k), tokens, end) for row in rows}
-        chosen = choose(weights, tokens, n, k, True, activation)
+        chosen = choose(weights, tokens, n, k, GB10, activation)
         assert chosen is not None
         assert costs[chosen.name] <= NEAR[activation] * min(costs.values()), (tokens, chosen.name, costs)
 
@@ -73,7 +74,7 @@ def test_what_the_planner_changes_at_is_priced(weights: str, activation: Format)
     """One token less, so many, and one more."""
     for matrix, (n, k) in MATRICES.items():
         priced = {*batches(weights, activation, k), dense.FEW_TOKENS + 1, *MORE}
-        chosen = [choose(weights, tokens, n, k, True, activation) for tokens in range(1, MORE[-1] + 1)]
+        chosen = [choose(weights, tokens, n, k, GB10, activation) for tokens in range(1, MORE[-1] + 1)]
         changes = [tokens for tokens in range(2, len(chosen) + 1) if chosen[tokens - 1] != chosen[tokens - 2]]
         few = {tokens + more for tokens in changes for more in (-1, 0, 1) if tokens + more <= dense.FEW_TOKENS}
         missing = {1, 8, 64, *few, *changes} - priced

@@ -67,7 +67,7 @@ def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.Monk
         raise ToolchainError("cuobjdump not found")
 
     monkeypatch.setattr(inspect_sass, "find_tool", none_found)
-    monkeypatch.setattr(modules, "gen_fused_moe_module", lambda: small_spec(workspace))
+    monkeypatch.setattr(modules, "gen_fused_moe_module", lambda _weights: small_spec(workspace))
     link = workspace / "cached_ops" / "small" / "small.so"
     shown = _invoke("sm12x-build")
     assert shown.exit_code == 0, shown.output
@@ -114,6 +114,9 @@ def test_what_vllm_starts_with_is_built_by_upstreams_builder(monkeypatch: pytest
 def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         prebuilt = None
+
+        def __init__(self, _weights: str) -> None:
+            pass
 
         def build(self, **_: object) -> None:
             raise KeyboardInterrupt("building small was interrupted: 3 of 5 objects are built and stay")

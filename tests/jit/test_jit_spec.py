@@ -311,6 +311,7 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
     names = [spec.name for spec in aot.gen_all_modules([], sm_capabilities={"sm121": True}, add_moe=True)]
     assert names == [
         "fused_moe_120",
+        "fused_moe_120_nvfp4",
         "gemm_mxfp4_sm12x",
         *(f"dense_{form}_sm12x" for form in ("mxfp4", "mxfp8", "mxint8", "mxfp6", "nvfp4")),
         "router_sm12x",
@@ -360,6 +361,7 @@ def test_compilers_are_asked_to_tell_of_spills_where_there_must_be_none(
     monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", "1")
     # Those that have block-scaled MMAs multiply in half precision then, and may spill.
     alike = (modules.ROUTER, modules.DECODE, modules.PROBE, "dense_mxint8_sm12x", "dense_nvfp4_sm12x")
+    alike += (modules.FUSED_MOE_NVFP4,)
     assert asked() == (name in alike)
     monkeypatch.delenv("FLASHINFER_SM12X_HALF_MMA")
     monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")

@@ -32,6 +32,7 @@ flashinfer.quantization
 flashinfer.fused_moe
 flashinfer.gemm
 flashinfer.sm12x_decode
+flashinfer.sm12x_decode_layer
 flashinfer.decode
 flashinfer.experimental
 flashinfer.testing
