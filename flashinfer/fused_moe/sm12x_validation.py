@@ -317,21 +317,26 @@ def _check_input_sf(mode: Mode, tokens: int, k: int, input_sf: Any, swizzled: bo
     require_tensor(name, input_sf, shapes, LINEAR_SCALE_DTYPES, device, "linear scales", alignment)
 
 
+def _require_expert_ids(ids: Any, tokens: int, device: torch.device) -> int:
+    """Check ``token_selected_experts``; how many a token has."""
+    require_rank("token_selected_experts", ids, 2, f"2-D int32, [{tokens}, top_k]")
+    top_k: int = ids.shape[1]
+    require_tensor("token_selected_experts", ids, [(tokens, top_k)], [torch.int32], device, alignment=ELEMENT)
+    return top_k
+
+
 def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.device) -> int:
     """Check what experts are chosen by; how many a token has."""
     ids = call.token_selected_experts
     if call.router_logits is None:
         if ids is None and call.top_k:
             raise TypeError("router_logits is None; it must be a tensor where there are no token_selected_experts")
-        require_rank("token_selected_experts", ids, 2, f"2-D int32, [{tokens}, top_k]")
-        assert ids is not None
-        shape = (tokens, ids.shape[1])
-        require_tensor("token_selected_experts", ids, [shape], [torch.int32], device, alignment=ELEMENT)
+        top_k = _require_expert_ids(ids, tokens, device)
         if call.is_padding is not None:
             raise ValueError("is_padding is given; it belongs to router_logits, ids of -1 mark padding without them")
         if call.top_k:
             raise ValueError(f"top_k is {call.top_k}; it belongs to router_logits, pass 0 with token_selected_experts")
-        return ids.shape[1]
+        return top_k
     if ids is not None or call.token_final_scales is not None:
         raise ValueError(
             "router_logits are given; token_selected_experts and token_final_scales must be None beside them"

@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-import flashinfer
+from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 from flashinfer_sm12x_doctor.probe.timing import captured
@@ -32,7 +32,7 @@ def workspace_bytes(inputs: MoEInputs, device: torch.device) -> int:
     experts, hidden, half = inputs.fc2_weights.shape
     if tokens == 0:
         return 0
-    return flashinfer.fused_moe.cutlass_fused_moe_workspace_size(
+    return cutlass_fused_moe_workspace_size(
         tokens,
         hidden,
         2 * half,
@@ -67,9 +67,7 @@ def poisoned(inputs: MoEInputs, device: torch.device, byte: int) -> tuple[torch.
 def run(inputs: MoEInputs, device: torch.device, byte: int, profile_ids: list[int] | None) -> torch.Tensor:
     """One call into poisoned memory."""
     output, workspace = poisoned(inputs, device, byte)
-    result = flashinfer.cutlass_fused_moe(
-        **inputs.arguments(), output=output, workspace_buffer=workspace, profile_ids=profile_ids
-    )
+    result = cutlass_fused_moe(**inputs.arguments(), output=output, workspace_buffer=workspace, profile_ids=profile_ids)
     assert result.data_ptr() == output.data_ptr()
     return output
 
@@ -78,7 +76,7 @@ def replayed(inputs: MoEInputs, device: torch.device, profile_ids: list[int] | N
     """The output after capturing the call in a CUDA graph, poisoning all it writes, and replaying it twice."""
     output, workspace = poisoned(inputs, device, 0x5A)
     arguments = {**inputs.arguments(), "output": output, "workspace_buffer": workspace, "profile_ids": profile_ids}
-    graph = captured(lambda: flashinfer.cutlass_fused_moe(**arguments))
+    graph = captured(lambda: cutlass_fused_moe(**arguments))
     for byte in (0xFF, 0x00):
         output.fill_(torch.nan)
         workspace.fill_(byte)

@@ -10,7 +10,7 @@ import torch
 from flashinfer.tllm_enums import ActivationType
 from moe_harness import check_case, run, same_bits
 
-import flashinfer
+from flashinfer.fused_moe import cutlass_fused_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
@@ -58,10 +58,10 @@ def test_each_parameter_counts_and_each_activation_has_its_own_formula(device: t
 
 def test_swiglu_bias_is_another_name_of_swiglu(device: torch.device) -> None:
     arguments = make_moe_inputs(MoECase(9, 160, 96, 4, 2, 1), 43, device).arguments()
-    expected = flashinfer.cutlass_fused_moe(**arguments)
+    expected = cutlass_fused_moe(**arguments)
     named = arguments | {"activation_type": ActivationType.SwigluBias}
-    assert same_bits(flashinfer.cutlass_fused_moe(**named), expected)
-    assert same_bits(flashinfer.cutlass_fused_moe(**arguments | {"activation_type": 3}), expected)
+    assert same_bits(cutlass_fused_moe(**named), expected)
+    assert same_bits(cutlass_fused_moe(**arguments | {"activation_type": 3}), expected)
 
 
 def test_the_bound_holds_for_what_lies_within_the_errors() -> None:

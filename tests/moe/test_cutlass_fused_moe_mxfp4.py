@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_harness import check_case, run, same_bits, workspace_bytes
 
-import flashinfer
+from flashinfer.fused_moe import cutlass_fused_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.devices import serves_cuda
 from flashinfer.sm12x.instances import SM12X
@@ -161,7 +161,7 @@ def test_tensor_parallel_shards_sum_to_the_whole(device: torch.device) -> None:
     parts = torch.zeros_like(reference)
     slack = bound.clone()
     for rank, shard in enumerate(tensor_parallel_shards(whole, 2)):
-        output = flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank)
+        output = cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank)
         part, part_bound = moe_reference(shard, accumulation_on(device))
         check_within_bound(output, part, part_bound, f"rank {rank}")
         parts, slack = parts + part, slack + part_bound
@@ -191,8 +191,7 @@ def test_a_layer_split_over_two_gpus(tokens: int) -> None:
     for current in (first, second):
         with torch.cuda.device(current):
             outputs = [
-                flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank)
-                for rank, shard in enumerate(shards)
+                cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank) for rank, shard in enumerate(shards)
             ]
             assert torch.cuda.current_device() == current.index
         assert [output.device for output in outputs] == [first, second]
@@ -227,21 +226,21 @@ def test_inside_quantization_equals_quantizing_outside(input_dtype: torch.dtype,
 @pytest.mark.parametrize("mode", MODES)
 def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch.device) -> None:
     inputs = make_moe_inputs(MoECase(12, 288, 352, 4, 2, mode), 16, device)
-    expected = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    expected = cutlass_fused_moe(**inputs.arguments())
     arguments = inputs.arguments()
     viewed = dict(arguments)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         viewed[name] = arguments[name].view(torch.int64)
     for view in (lambda scales: scales.view(torch.int32), lambda scales: scales.flatten()):
         viewed["quant_scales"] = [view(s) if s.ndim == 3 else s for s in arguments["quant_scales"]]
-        assert same_bits(flashinfer.cutlass_fused_moe(**viewed), expected)
+        assert same_bits(cutlass_fused_moe(**viewed), expected)
     if mode == 0:
         for sf in (inputs.input_sf.view(128, -1), inputs.input_sf.view(128, -1).view(torch.int32)):  # type: ignore[union-attr]
-            assert same_bits(flashinfer.cutlass_fused_moe(**{**arguments, "input_sf": sf}), expected)
+            assert same_bits(cutlass_fused_moe(**{**arguments, "input_sf": sf}), expected)
         scales = unswizzle_scales(inputs.input_sf.view(128, -1), 12, 9)  # type: ignore[union-attr]
         for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
             linear = dataclasses.replace(inputs, input_sf=scales.view(dtype), swizzled_input_sf=False)
-            assert same_bits(flashinfer.cutlass_fused_moe(**linear.arguments()), expected)
+            assert same_bits(cutlass_fused_moe(**linear.arguments()), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -266,7 +265,7 @@ def test_absent_parameters_have_their_defaults(mode: int, device: torch.device) 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_give_an_empty_output(mode: int, device: torch.device) -> None:
     inputs = make_moe_inputs(MoECase(0, 96, 64, 4, 2, mode), 18, device)
-    output = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    output = cutlass_fused_moe(**inputs.arguments())
     assert output.shape == (0, 96)
     assert output.dtype == torch.bfloat16
     assert output.device == inputs.input.device
@@ -299,11 +298,11 @@ def test_what_is_no_number_stays_where_it_is(mode: int, swizzled: bool, device: 
 
 def test_larger_workspace_and_int8_are_taken(device: torch.device) -> None:
     inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, 1), 24, device)
-    expected = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    expected = cutlass_fused_moe(**inputs.arguments())
     size = workspace_bytes(inputs, device) + 1000
     for dtype in (torch.uint8, torch.int8):
         workspace = torch.full((size,), -1 if dtype is torch.int8 else 255, dtype=dtype, device=device)
-        output = flashinfer.cutlass_fused_moe(**inputs.arguments(), workspace_buffer=workspace)
+        output = cutlass_fused_moe(**inputs.arguments(), workspace_buffer=workspace)
         assert same_bits(output, expected)
 
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from moe_harness import check_case, run, same_bits
 from moe_recording import RecordingModule
 
-import flashinfer
-from flashinfer.fused_moe import core, moe_step
+from flashinfer.fused_moe import core, cutlass_fused_moe, moe_step
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.sm12x.device_class import CLASSES, DeviceClass
 from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_ENTRIES
@@ -31,7 +30,7 @@ from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 def test_a_layer(device: torch.device) -> None:
     """Nine tokens, each of which goes to two of four experts."""
     inputs = make_moe_inputs(MoECase(9, 160, 96, 4, 2, mode=2, weights="nvfp4"), seed=3, device=device)
-    output = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    output = cutlass_fused_moe(**inputs.arguments())
     check_within_bound(output, *moe_reference(inputs, accumulation_on(device)), "seed 3")
 
 
@@ -114,12 +113,12 @@ def test_a_sign_of_a_scale_is_not_read(device: torch.device) -> None:
 
 def test_flat_scales_and_views_of_weights_give_the_same_bits(device: torch.device) -> None:
     arguments = make_moe_inputs(_case(12, 288, 352, 4, 2), 16, device).arguments()
-    expected = flashinfer.cutlass_fused_moe(**arguments)
+    expected = cutlass_fused_moe(**arguments)
     viewed = dict(arguments)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         viewed[name] = arguments[name].view(torch.int64)
     viewed["quant_scales"] = [scales.flatten() for scales in arguments["quant_scales"]]
-    assert same_bits(flashinfer.cutlass_fused_moe(**viewed), expected)
+    assert same_bits(cutlass_fused_moe(**viewed), expected)
 
 
 def test_the_step_of_a_decoder_gives_the_same_bits(device: torch.device) -> None:
@@ -130,14 +129,14 @@ def test_the_step_of_a_decoder_gives_the_same_bits(device: torch.device) -> None
     weights, ids = logits.topk(4, dim=1)
     inputs = dataclasses.replace(inputs, token_selected_experts=ids.int(), token_final_scales=weights.softmax(dim=1))
     arguments = inputs.arguments()
-    expected = flashinfer.cutlass_fused_moe(**arguments)
+    expected = cutlass_fused_moe(**arguments)
     arguments |= {"token_selected_experts": None, "token_final_scales": None}
     chosen = moe_step(**arguments, router_logits=logits, top_k=4)
     torch.testing.assert_close(chosen, expected, rtol=2**-7, atol=0.0)
 
 
 def _launch(module: RecordingModule, inputs: MoEInputs, **options: Any) -> dict[str, Any]:
-    flashinfer.cutlass_fused_moe(**inputs.arguments(), **options)
+    cutlass_fused_moe(**inputs.arguments(), **options)
     return module.launches[-1]
 
 
@@ -193,6 +192,6 @@ def test_upstreams_nvfp4_mode_stays_upstreams(
     arguments["fc1_expert_weights"] = arguments["fc1_expert_weights"].view(torch.int64)
     arguments["input"] = torch.zeros(6, 160 if dtype is torch.bfloat16 else 80, dtype=dtype, device="meta")
     del arguments["use_mxfp8_act_scaling"], arguments["use_w4_group_scaling"]
-    passed = flashinfer.cutlass_fused_moe(**arguments, **flags)
+    passed = cutlass_fused_moe(**arguments, **flags)
     assert passed["quant_scales"] is arguments["quant_scales"]
     assert module.launches == []

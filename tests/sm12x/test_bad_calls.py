@@ -44,8 +44,12 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "MoE, NVFP4": (flashinfer.cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
     "MoE, other kinds": (flashinfer.cutlass_fused_moe, lambda: _moe(0)),
     "MoE, SwigluStep": (flashinfer.cutlass_fused_moe, lambda: _moe(0, swiglu_step=True)),
-    "MoE workspace, other kinds": (cutlass_fused_moe_workspace_size, workspace_sizes),
-    "MoE workspace": (cutlass_fused_moe_workspace_size, workspace_sizes),
+    **{f"MoE {mode}, both flags": (flashinfer.cutlass_fused_moe, lambda mode=mode: _moe(mode)) for mode in range(2)},
+    "MoE, NVFP4, both flags": (flashinfer.cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
+    **{
+        f"MoE workspace{which}": (cutlass_fused_moe_workspace_size, workspace_sizes)
+        for which in ("", ", other kinds", " of a device")
+    },
     "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _group_gemm),
     "dense_block_scaled": (dense_block_scaled, _dense),
     "dense_block_scaled, MXFP8 weights": (dense_block_scaled, lambda: _dense("mxfp8")),
@@ -73,6 +77,18 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
 strided, E4M3 = WRONG["strided"], torch.float8_e4m3fn
 
 
+def off_by_one(t: torch.Tensor) -> torch.Tensor:
+    """The same elements, one element behind an aligned address."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+def emptied(t: torch.Tensor) -> torch.Tensor:
+    """A shape without memory, as FSDP leaves a parameter that is sharded."""
+    made = t.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
 def wide(t: torch.Tensor) -> torch.Tensor:
     return t.repeat_interleave(2, dim=-1)
 
@@ -94,7 +110,8 @@ OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
 # For the other calls the CPU's words are those of a GPU (test_virtual_contract.py), or a GPU's call is upstream's.
 ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, NVFP4", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
 # The change: a value, or how it is made of the right one. Without another type the error is a ValueError.
-BAD: dict[str, list[tuple[Any, ...]]] = {
+# Here the MoE operator's, in the modes of a flag each.
+MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
     "MoE 0": [
         ({"input": lambda x: x.to(torch.float8_e5m2)}, r"^input is torch.float8_e5m2 \(6, 160\).*float8_e4m3fn"),
         ({"input": lambda x: x.float()}, r"^input is torch.float32 \(6, 160\).*torch.float8_e4m3fn"),
@@ -160,6 +177,17 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"fc1_expert_biases": lambda b: b.float()}, "^fc1_expert_biases is torch.float32.*torch.bfloat16"),
         ({"fc2_expert_biases": lambda b: b.half()}, "^fc2_expert_biases is torch.float16.*torch.bfloat16"),
         ({"fc2_expert_biases": strided}, "^fc2_expert_biases is .*strides"),
+        ({"fc1_expert_biases": off_by_one}, r"^fc1_expert_biases starts at address 0x\w+; .* aligned to 16 bytes"),
+        ({"swiglu_alpha": torch._neg_view}, "^swiglu_alpha is a view with the negative bit; it must hold its values"),
+        (
+            {"fc2_expert_biases": lambda b: b.to_sparse()},
+            r"^fc2_expert_biases is .*layout torch.sparse_coo; it must be a ",
+        ),
+        (
+            {"fc2_expert_weights": emptied},
+            "^fc2_expert_weights is .*, of which its storage holds 0 bytes; it was resized",
+        ),
+        ({"token_selected_experts": lambda i: i.tolist()}, "^token_selected_experts is a list of 6", TypeError),
         ({"swiglu_alpha": lambda a: a[:1]}, r"^swiglu_alpha is torch.float32 \(1,\).*\(8,\)"),
         ({"swiglu_beta": lambda b: b.bfloat16()}, "^swiglu_beta is torch.bfloat16.*torch.float32"),
         ({"swiglu_limit": strided}, "^swiglu_limit is .*strides"),
@@ -177,17 +205,32 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"tp_size": -1}, "^tp_size is -1"),
         ({"tp_size": 2, "tp_rank": 5}, r"^tp_rank is 5; it must be an integer in \[0, 1\], below tp_size"),
         ({"cluster_size": 2}, "^cluster_size is 2, cluster_rank 0; they must be 1 and 0"),
-        ({"use_w4_group_scaling": True}, "^input is torch.float8_e4m3fn .*torch.bfloat16"),
         ({"profile_ids": [0]}, r"^profile_ids is \[0\]; it must be \[fc1_tactic, fc2_tactic\]"),
         (
             {"profile_ids": [0, 99]},
             r"^profile_ids is \[0, 99\].*mode MXFP8_INPUT, one of 1008128 \(mxfp8_m8_k128\), 1008256 \(mxfp8_m8_k256\)",
         ),
         ({"profile_ids": [-2, 0]}, r"^profile_ids is \[-2, 0\]"),
+        ({"profile_ids": 5}, r"^profile_ids is 5; it must be \[fc1_tactic, fc2_tactic\]", TypeError),
+        ({"ep_size": 2**30}, r"^ep_size is 1073741824; .* with 8 experts a rank, since ids are int32"),
+        ({"ep_size": 2.0}, r"^ep_size is 2.0; it must be an integer", TypeError),
+        ({"swizzled_input_sf": 2}, r"^swizzled_input_sf is 2; it must be an integer in \[0, 1\], True or False"),
+        ({"enable_pdl": "yes"}, r"^enable_pdl is 'yes'; .*True, False or None", TypeError),
+        ({"tune_max_num_tokens": 0}, r"^tune_max_num_tokens is 0"),
         ({"situ_beta": torch.ones(8)}, "^situ_beta is given; it belongs to another activation_type"),
         ({"situ_linear_beta": torch.ones(8)}, "^situ_linear_beta is given"),
         ({"clamped_relu2_limit": torch.ones(1)}, "^clamped_relu2_limit is given"),
         ({"min_latency_mode": True}, "^min_latency_mode is True", NotImplementedError),
+    ],
+    "MoE 1": [
+        ({"input": lambda x: x[0]}, r"^input is torch.bfloat16 \(160,\).*2-D"),
+        ({"input": lambda x: x[:, :128].contiguous()}, r"^input is torch.bfloat16 \(6, 128\).*\(6, 160\)"),
+        ({"input": strided}, r"^input is .*strides \(320, 2\); it must be a contiguous tensor"),
+        (
+            {"input_sf": torch.zeros(1024, dtype=torch.uint8)},
+            "^input_sf is .*mode HALF_INPUT takes an unquantized input",
+        ),
+        ({"quant_scales": lambda s: s[::2]}, "^quant_scales is a list of 2; mode HALF_INPUT takes the 4 tensors"),
     ],
     "MoE 2": [
         ({"input": lambda x: x.half()}, r"^input is torch.float16.*torch.bfloat16"),
@@ -216,7 +259,6 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ),
         ({"quant_scales[3]": lambda s: None}, r"^quant_scales\[3\] is None", TypeError),
         ({"quant_scales": lambda s: s[:3]}, r"^quant_scales is a list of 3; mode W4A16 takes the 2 tensors"),
-        ({"use_mxfp8_act_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),
         (
             {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": False},
             r"^quant_scales\[0\] is torch.float8_e4m3fn .* it must be contiguous 128x4 block scales, torch.uint8 ",
@@ -227,17 +269,39 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ),
         ({"input_sf": torch.zeros(1024, dtype=torch.uint8)}, "^input_sf is .*mode W4A16 takes an unquantized input"),
     ],
-    "MoE 1": [
+    "MoE, SwigluStep": [
+        ({name: torch.ones(8)}, f"^{name} is given; activation_type SwigluStep has swiglu_limit alone")
+        for name in ("swiglu_alpha", "swiglu_beta")
+    ],
+    "MoE workspace": [
+        ({"max_num_tokens": 0}, r"^max_num_tokens is 0; it must be an integer in \[1, 2147483647\]"),
+        ({"max_num_tokens": 2**29}, "^max_num_tokens is 536870912; with top_k 3 it must be at most 357913941"),
+        ({"hidden_size": 150}, "^hidden_size is 150; it must be a positive multiple of 32"),
+        ({"intermediate_size": -32}, "^intermediate_size is -32"),
+        ({"num_experts_total": 0}, "^num_experts_total is 0"),
+        ({"top_k": 0}, "^top_k is 0"),
+        ({"top_k": 9}, r"^top_k is 9; it must be an integer in \[1, 8\], num_experts_total"),
+        ({"ep_size": 3}, "^num_experts_total is 8; it must be a multiple of ep_size, 3"),
+        ({"ep_size": 2, "ep_rank": 2}, "^ep_rank is 2"),
+        ({"tp_size": 0}, "^tp_size is 0"),
+        *(({"x_dtype": bad}, "^x_dtype.* is .*; ") for bad in (None, "bfloat16", torch.float32)),
+        *(({"output_dtype": bad}, "^output_dtype.* is .*; ") for bad in (None, torch.float32)),
+    ],
+}
+BAD: dict[str, list[tuple[Any, ...]]] = {
+    **MOE_BAD,
+    "MoE 0, both flags": [
+        ({"use_w4_group_scaling": True}, "^input is torch.float8_e4m3fn .*torch.bfloat16"),
+    ],
+    "MoE 1, both flags": [
         ({"use_w4_group_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),
         ({"use_w4_group_scaling": True, "input": lambda x: x.half()}, "^input is torch.float16 .*torch.bfloat16"),
-        ({"input": lambda x: x[0]}, r"^input is torch.bfloat16 \(160,\).*2-D"),
-        ({"input": lambda x: x[:, :128].contiguous()}, r"^input is torch.bfloat16 \(6, 128\).*\(6, 160\)"),
-        ({"input": strided}, r"^input is .*strides \(320, 2\); it must be a contiguous tensor"),
-        (
-            {"input_sf": torch.zeros(1024, dtype=torch.uint8)},
-            "^input_sf is .*mode HALF_INPUT takes an unquantized input",
-        ),
-        ({"quant_scales": lambda s: s[::2]}, "^quant_scales is a list of 2; mode HALF_INPUT takes the 4 tensors"),
+    ],
+    "MoE, NVFP4, both flags": [
+        ({"use_mxfp8_act_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),
+    ],
+    "MoE workspace of a device": [
+        *(({"device": bad}, "^device.* is .*; ") for bad in (2.5, "cudax", "meta", [0])),
     ],
     "grouped GEMM": [
         ({"a": lambda a: a.bfloat16()}, r"^a is torch.bfloat16 \(8, 96\).*float8_e4m3fn or torch.float8_e5m2"),
@@ -430,25 +494,6 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
     "MoE workspace, other kinds": [
         ({"weight_dtype": torch.bfloat16}, "on the CPU only MXFP4 weights are served", NotImplementedError),
     ],
-    "MoE, SwigluStep": [
-        ({name: torch.ones(8)}, f"^{name} is given; activation_type SwigluStep has swiglu_limit alone")
-        for name in ("swiglu_alpha", "swiglu_beta")
-    ],
-    "MoE workspace": [
-        ({"max_num_tokens": 0}, r"^max_num_tokens is 0; it must be an integer in \[1, 2147483647\]"),
-        ({"max_num_tokens": 2**29}, "^max_num_tokens is 536870912; with top_k 3 it must be at most 357913941"),
-        ({"hidden_size": 150}, "^hidden_size is 150; it must be a positive multiple of 32"),
-        ({"intermediate_size": -32}, "^intermediate_size is -32"),
-        ({"num_experts_total": 0}, "^num_experts_total is 0"),
-        ({"top_k": 0}, "^top_k is 0"),
-        ({"top_k": 9}, r"^top_k is 9; it must be an integer in \[1, 8\], num_experts_total"),
-        ({"ep_size": 3}, "^num_experts_total is 8; it must be a multiple of ep_size, 3"),
-        ({"ep_size": 2, "ep_rank": 2}, "^ep_rank is 2"),
-        ({"tp_size": 0}, "^tp_size is 0"),
-        *(({"x_dtype": bad}, "^x_dtype.* is .*; ") for bad in (None, "bfloat16", torch.float32)),
-        *(({"output_dtype": bad}, "^output_dtype.* is .*; ") for bad in (None, torch.float32)),
-        *(({"device": bad}, "^device.* is .*; ") for bad in (2.5, "cudax", "meta", [0])),
-    ],
     "dense_block_scaled, MXFP8 weights": [
         ({"activation": "mxfp4"}, r"activation is 'mxfp4'; with mxfp8 weights it may be bf16, mxfp8"),
     ],
@@ -516,14 +561,28 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"out": lambda out: out[:-1]}, "out is"),
     ],
 }
-ROWS = [(operator, *row[:2], row[2] if row[2:] else ValueError) for operator, rows in BAD.items() for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("operator", "changes", "message", "error"),
-    ROWS,
-    ids=[f"{operator}: {message[:60]}" for operator, _, message, _ in ROWS],
-)
+def in_a_row_each(bad: dict[str, list[tuple[Any, ...]]]) -> list[Any]:
+    """``bad`` as a test's parameters: operator, changes, message, error."""
+    return [
+        pytest.param(operator, changes, message, *(error or [ValueError]), id=f"{operator}: {message[:60]}")
+        for operator, rows in bad.items()
+        for changes, message, *error in rows
+    ]
+
+
+def changed(arguments: Arguments, changes: Arguments) -> Arguments:
+    """A right call's arguments, changed."""
+    for key, change in changes.items():
+        name, _, index = key.rstrip("]").partition("[")
+        held, place = (list(arguments[name]), int(index)) if index else (arguments, name)
+        held[place] = change(held[place]) if callable(change) else change
+        arguments[name] = held if index else held[name]
+    return arguments
+
+
+@pytest.mark.parametrize(("operator", "changes", "message", "error"), in_a_row_each(BAD))
 def test_a_bad_argument_is_named(
     operator: str,
     changes: Arguments,
@@ -535,20 +594,15 @@ def test_a_bad_argument_is_named(
     function, make = CALLS[operator]
     arguments = on(device, make())
     if device.type == "cuda":
-        if operator not in ON_A_GPU:
+        if operator.removesuffix(", both flags").removesuffix(" of a device") not in ON_A_GPU:
             pytest.skip("on the CPU only")
         monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
     else:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # layout_8x4 would be upstream's
     if "device" in arguments:
         arguments["device"] = device
-    for key, change in changes.items():
-        name, _, index = key.rstrip("]").partition("[")
-        held, place = (list(arguments[name]), int(index)) if index else (arguments, name)
-        held[place] = change(held[place]) if callable(change) else change
-        arguments[name] = held if index else held[name]
     with pytest.raises(error, match=message):
-        function(**on(device, arguments))
+        function(**on(device, changed(arguments, changes)))
 
 
 def test_a_tensor_that_changed_in_place_is_checked_again() -> None:

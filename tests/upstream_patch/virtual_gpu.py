@@ -255,6 +255,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Generator(torch.Generator):
+    """One of "cuda" is the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, _here(device))
+
+
 @contextlib.contextmanager
 def _nothing(*arguments: Any, **named: Any) -> Iterator[None]:
     yield
@@ -262,6 +269,7 @@ def _nothing(*arguments: Any, **named: Any) -> Iterator[None]:
 
 sys.meta_path.insert(0, _Finder())
 torch.version.cuda = "13.0"
+torch.Generator = _Generator  # type: ignore[misc]
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0

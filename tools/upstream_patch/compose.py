@@ -36,7 +36,10 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there."""
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there.
+
+    ``__doc__`` is a module's docstring.
+    """
     return _TAKE.sub(lambda match: definitions(match[1], match[2].split()).replace("upstream's", "the"), text)
 
 
@@ -49,6 +52,10 @@ def definitions(source: str, names: Iterable[str]) -> str:
     lines = fork_text(source).splitlines()
     body = ast.parse("\n".join(lines)).body
     wanted, whole, end = set(names), "", 0
+    if "__doc__" in wanted and is_text(body[0]):
+        wanted -= {"__doc__"}
+        end = body[0].end_lineno or 1
+        whole = "\n".join(lines[body[0].lineno - 1 : end])
     for node, behind in itertools.zip_longest(body, body[1:]):
         defined = wanted & _defined(node)
         if not defined:

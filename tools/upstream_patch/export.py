@@ -60,10 +60,10 @@ def with_predecessors(names: Sequence[str]) -> list[Topic]:
 def _changes(topic: Topic, files: Files) -> tuple[Exported, list[str]]:
     """Apply a topic to ``files``; what is the matter, one line for each place."""
     edits = topic.edits
-    outside = {edit.place.file for edit in edits if not edit.place.file.startswith(IN_WHEEL)}
-    left_out = sorted(path for path in outside if files.original(path) is None)
-    edits = [edit for edit in edits if edit.place.file not in left_out]
     new, wrong = topic.files(), []
+    outside = {edit.place.file for edit in edits if not edit.place.file.startswith(IN_WHEEL)}
+    left_out = sorted(path for path in outside - new.keys() if files.text(path) is None)
+    edits = [edit for edit in edits if edit.place.file not in left_out]
     for path, text in new.items():
         if files.original(path) is not None:
             wrong.append(f"{path}: upstream has a file of that name")

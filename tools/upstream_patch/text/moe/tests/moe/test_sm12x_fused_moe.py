@@ -1,122 +1,139 @@
+"""``backend="sm12x"`` of cutlass_fused_moe, MXFP4 weights, against a float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_moe
+from flashinfer.autotuner import AutoTuner, autotune
+from flashinfer.fused_moe import sm12x_moe
 from flashinfer.jit.sm12x.instances import INSTANCES, tactic
+from flashinfer.tllm_enums import ActivationType
 from flashinfer.utils import BackendSupportedError
-from tests.test_helpers.mx_formats import skip_unless_sm12x
-from tests.test_helpers.sm12x_moe import assert_layer, make_layer
+from tests.test_helpers.mx_error_bounds import accumulation_on, check_within_bound
+from tests.test_helpers.mx_formats import (
+    quantize_mxfp8,
+    sm12x_device,
+    swizzle_scales,
+    unswizzle_scales,
+)
+from tests.test_helpers.sm12x_fused_moe import (
+    check_case,
+    cutlass_fused_moe,
+    replayed,
+    run,
+    workspace_bytes,
+)
+from tests.test_helpers.sm12x_moe import (
+    MoECase,
+    make_moe_inputs,
+    moe_inputs_with_not_numbers,
+    same_bits,
+)
+from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
+
+device = pytest.fixture(sm12x_device, name="device")
+_check = check_case
+
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: MODES test_modes_and_token_counts CORNERS test_corners
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_shard_of_720_padded_with_zeros
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_expert_parallel_ranks_sum_to_the_whole tensor_parallel_shards
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_tensor_parallel_shards_sum_to_the_whole test_input_scale_layouts
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_inside_quantization_equals_quantizing_outside
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_views_of_weights_and_scales_give_the_same_bits
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_absent_parameters_have_their_defaults
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_no_tokens_give_an_empty_output
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_duplicate_expert_of_a_token_counts_twice
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_what_is_no_number_stays_where_it_is
+# take tests/moe/test_cutlass_fused_moe_mxfp4.py: test_larger_workspace_and_int8_are_taken test_inputs_are_not_written
+# take tests/moe/test_moe_validation.py: CASE test_padding_contributes_nothing
+# take tests/moe/test_activations.py: STEP test_an_absent_limit_is_upstreams_seven
+# take tests/moe/test_activations.py: test_each_parameter_counts_and_each_activation_has_its_own_formula
+# take tests/moe/test_activations.py: test_swiglu_bias_is_another_name_of_swiglu
 
 
-def _run(layer, mode, **named):
-    return cutlass_fused_moe(**{**layer.arguments(mode), "backend": "sm12x", **named})
+# --- sizes of models, for a GPU ----------------------------------------------------------------
+
+# Hidden and intermediate size, experts and experts of a token.
+MODELS = {
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-120b, two ranks": (2880, 1440, 128, 4),
+    "128 experts of 2048 x 768": (2048, 768, 128, 8),
+}
 
 
-def _workspace_size(*sizes, **named):
-    return cutlass_fused_moe_workspace_size(
-        *sizes,
-        x_dtype=torch.float8_e4m3fn,
-        weight_dtype=torch.uint8,
-        use_mxfp8_act_scaling=True,
-        device=torch.device("cuda", 0),
-        backend="sm12x",
-        **named,
-    )
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 300])
+def test_layers_of_models(model: str, mode: int, tokens: int, device: torch.device) -> None:
+    check_case(MoECase(tokens, *MODELS[model], mode), tokens, device)
 
 
-@pytest.mark.parametrize("mode", ["mxfp8", "half", "bf16"])
-@pytest.mark.parametrize("tokens", [1, 6, 150])
-@pytest.mark.parametrize("hidden,inter", [(128, 128), (288, 160)])
-def test_sm12x_fused_moe(mode, tokens, hidden, inter):
-    skip_unless_sm12x()
-    layer = make_layer(tokens, 2, 5, hidden, inter)
-    out = _run(layer, mode)
-    assert_layer(out, layer, w4a8=mode != "bf16")
-    assert torch.equal(out, _run(layer, mode))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_replays_from_a_cuda_graph(mode: int, tokens: int, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(tokens, 288, 352, 8, 3, mode), 50, device)
+    assert same_bits(replayed(inputs, device, None), run(inputs, device, 0xFF, None))
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 150])
-@pytest.mark.parametrize("hidden,inter", [(128, 128), (288, 160)])
-def test_nvfp4_weights(tokens, hidden, inter):
-    skip_unless_sm12x()
-    layer = make_layer(tokens, 2, 5, hidden, inter, "nvfp4")
-    out = _run(layer, "bf16")
-    assert_layer(out, layer, w4a8=False)
-    assert torch.equal(out, _run(layer, "bf16"))
-    with pytest.raises(ValueError, match="NVFP4"):
-        _run(layer, "bf16", quant_scales=[each.view(torch.uint8) for each in layer.arguments("bf16")["quant_scales"]])
+# --- tactics ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["mxfp8", "bf16"])
-def test_expert_parallel_ranks_and_padding(mode):
-    skip_unless_sm12x()
-    layer = make_layer(9, 3, 6, 128, 96)
-    layer.named["token_selected_experts"][4] = -1
-    for rank in range(2):
-        local = slice(3 * rank, 3 * rank + 3)
-        named = {name: value[local] for name, value in layer.named.items() if name.startswith(("fc", "swiglu"))}
-        named["quant_scales"] = [scale[local] for scale in layer.arguments(mode)["quant_scales"]]
-        out = _run(layer, mode, ep_size=2, ep_rank=rank, **named)
-        assert_layer(out, layer, mode != "bf16", 3 * rank, 3 * rank + 3)
-        assert not out[4].any()
+def _rows(inputs: MoEInputs) -> list:
+    activation = "bf16" if inputs.w4a16 else "mxfp8"
+    (tokens, top_k), (_, hidden, half) = inputs.token_selected_experts.shape, inputs.fc2_weights.shape
+    rows = [row for row in INSTANCES if (row.activation, row.weights) == (activation, inputs.weights)]
+    return [row for row in rows if row.takes(tokens * top_k, hidden, 2 * half)]
 
 
-def test_output_workspace_and_forced_tactics():
-    skip_unless_sm12x()
-    layer = make_layer(20, 2, 4, 128, 128)
-    size = _workspace_size(64, 128, 128, 4, 2)
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-    output = torch.empty(20, 128, dtype=torch.float16, device="cuda")
-    for name in ("mxfp8_m8_k128", "mxfp8_m16_k128"):
-        out = _run(
-            layer,
-            "mxfp8",
-            output_dtype=torch.float16,
-            output=output,
-            workspace_buffer=workspace,
-            profile_ids=[tactic(name), -1],
-        )
-        assert out is output
-        assert_layer(out, layer, w4a8=True)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_tactic_is_forced_by_its_number(mode: int, device: torch.device) -> None:
+    case = MoECase(33, 160, 96, 4, 2, mode)
+    rows = _rows(make_moe_inputs(case, 51, device))
+    assert len(rows) >= 4
+    check_case(case, 51, device, [[row.number] * 2 for row in rows])
 
 
-def test_errors_come_before_a_launch():
-    skip_unless_sm12x()
-    layer = make_layer(2, 2, 4, 128, 128)
-    with pytest.raises(ValueError, match=r"it must be \[fc1_tactic, fc2_tactic\]"):
-        _run(layer, "mxfp8", profile_ids=[17, 17])
-    with pytest.raises(ValueError, match="takes packed e2m1 weights"):
-        _run(layer, "mxfp8", use_mxfp8_act_scaling=False)
-    with pytest.raises(ValueError, match="swiglu_alpha is"):
-        _run(layer, "mxfp8", swiglu_alpha=layer.named["swiglu_alpha"][:2])
-    with pytest.raises(ValueError, match="situ_beta is given"):
-        _run(layer, "mxfp8", situ_beta=layer.named["swiglu_beta"])
-    with pytest.raises(ValueError, match="hidden_size is 100"):
-        _workspace_size(16, 100, 128, 4, 2)
-    with pytest.raises(ValueError, match="must be divisible by"):
-        _workspace_size(16, 128, 128, 5, 2, ep_size=2)
+def test_gemms_of_a_pair_are_chosen_each(device: torch.device) -> None:
+    first, second = tactic("mxfp8_m8_k128"), tactic("mxfp8_m16_k128")
+    check_case(MoECase(9, 160, 96, 4, 2, 0), 52, device, [[first, second], [first, -1], [-1, second]])
 
 
-def test_other_gpus_are_refused(monkeypatch):
-    skip_unless_sm12x()
-    layer = make_layer(2, 2, 4, 128, 128)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_autotuner_times_every_tactic_and_the_fastest_is_used(
+    mode: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are given here; each tactic is run once."""
+    inputs = make_moe_inputs(MoECase(8, 96, 64, 4, 2, mode), 53, device)
+    rows = [row for row in _rows(inputs) if not row.streamed]
+    asked = []
+
+    def profile(tuner, runner, inputs, tactic, *given, **named):
+        assert runner(inputs, tactic=tactic).isfinite().all()
+        asked.append((runner.gemm_idx, tactic))
+        return 0.5 if tactic == rows[-1].name else 1.0
+
+    launched = []
+    launch = sm12x_moe.launch
+    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", profile)
+    monkeypatch.setattr(sm12x_moe, "launch", lambda *given: launched.append(given[3]) or launch(*given))
+    AutoTuner.get().clear_cache()
+    with autotune(True):
+        cutlass_fused_moe(**inputs.arguments(), tune_max_num_tokens=8)
+    assert {name for gemm, name in asked if gemm == 1} - {-1} == {row.name for row in _rows(inputs)}
+    assert {name for gemm, name in asked if gemm == 2} - {-1} == {row.name for row in rows}
+    output = cutlass_fused_moe(**inputs.arguments(), tune_max_num_tokens=8)
+    assert launched[-1] == (rows[-1].index, rows[-1].index)
+    check_within_bound(output, *moe_reference(inputs, accumulation_on(device)), "seed 53")
+    AutoTuner.get().clear_cache()
+
+
+def test_other_gpus_are_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_moe_inputs(CASE, 54, device)
     monkeypatch.setattr(sm12x_moe, "get_compute_capability", lambda device: (10, 0))
     with pytest.raises(BackendSupportedError, match="not SM100"):
-        _run(layer, "mxfp8")
-
-
-@pytest.mark.parametrize("gemm", [1, 2])
-def test_what_the_autotuner_times_is_the_layer(monkeypatch, gemm):
-    skip_unless_sm12x()
-    asked = []
-    monkeypatch.setattr(sm12x_moe, "tuned_tactics", lambda *given: asked.append(given) or given[2])
-    _run(make_layer(3, 2, 4, 128, 128), "mxfp8")
-    ((problem, call, _),) = asked
-    runner = sm12x_moe.SM12xMoERunner(problem, call, gemm)
-    inputs = [call.input, call.fc1_expert_weights, call.fc2_expert_weights]
-    names = runner.get_valid_tactics(inputs, None)
-    assert set(names) <= {row.name for row in INSTANCES}
-    for name in (-1, names[0], names[-1]):
-        out = runner(inputs, tactic=name)
-        assert out.shape == call.input.shape
-        assert out.isfinite().all()
+        cutlass_fused_moe(**inputs.arguments())
