@@ -95,7 +95,8 @@ def _on_cuda(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.numel() * tensor.element_size()
     memory = torch.empty(size + 256, dtype=torch.uint8)
     first = -memory.data_ptr() % 256
-    copy = memory[first : first + size].view(tensor.dtype).view(tensor.shape)
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a matrix that is transposed stay
+    copy = memory[first : first + size].view(tensor.dtype).as_strided(tensor.shape, strides)
     return _mark(copy.copy_(tensor))
 
 

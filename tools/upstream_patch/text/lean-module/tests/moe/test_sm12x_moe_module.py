@@ -130,10 +130,8 @@ def test_options(row, case, device):
     _check(row, MoECase(9, 160, 96, **options), 11, device)
 
 
-@FEW_ROWS
+@pytest.mark.parametrize("row", [row for row in _ENDS if row.activation == "mxfp8"], ids=lambda row: row.name)
 def test_fp16_input_is_quantized_inside(row, device):
-    if row.activation != "mxfp8":
-        pytest.skip("bfloat16 is taken as it is")
     _check(row, MoECase(9, 160, 96, 4, 2, 1, input_dtype=torch.float16), 12, device)
 
 

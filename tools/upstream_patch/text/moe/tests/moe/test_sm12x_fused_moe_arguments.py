@@ -31,7 +31,8 @@ CALLS = {
     "MoE workspace": (cutlass_fused_moe_workspace_size, workspace_sizes),
 }
 NOT_SERVED = "^backend='sm12x' takes packed e2m1 weights"
-OTHER_MODES: dict[str, list[tuple[Any, ...]]] = {
+# Words of this operator's own, beside those of the checks.
+OTHERS: dict[str, list[tuple[Any, ...]]] = {
     "MoE 0": [
         ({"use_mxfp8_act_scaling": False}, NOT_SERVED),
         ({"use_w4_group_scaling": True}, NOT_SERVED),
@@ -41,12 +42,21 @@ OTHER_MODES: dict[str, list[tuple[Any, ...]]] = {
         ({"fc1_expert_weights": lambda w: w.bfloat16()}, NOT_SERVED),
         ({"activation_type": 4}, NOT_SERVED),
     ],
-    "MoE workspace": [({"weight_dtype": torch.bfloat16}, NOT_SERVED)],
+    "MoE workspace": [
+        ({"weight_dtype": torch.bfloat16}, NOT_SERVED),
+        ({"max_num_tokens": 0}, "max_num_tokens must be positive, got 0"),
+        ({"intermediate_size": -32}, "intermediate_size must be positive, got -32"),
+        ({"num_experts_total": 0}, "num_experts_total must be positive, got 0"),
+        ({"top_k": 0}, "top_k must be positive, got 0"),
+        ({"ep_size": 3}, r"num_experts_total \(8\) must be divisible by ep_size \(3\)"),
+        ({"ep_size": 2, "ep_rank": 2}, r"ep_rank must be in \[0, 2\), got 2"),
+        ({"tp_size": 0}, "tp_size must be positive, got 0"),
+    ],
 }
 
 
 @pytest.mark.parametrize(
-    ("operator", "changes", "message", "error"), [*in_a_row_each(MOE_BAD), *in_a_row_each(OTHER_MODES)]
+    ("operator", "changes", "message", "error"), [*in_a_row_each(MOE_BAD), *in_a_row_each(OTHERS)]
 )
 def test_a_bad_argument_is_named(
     operator: str,
