@@ -57,7 +57,13 @@ def _check(sizes, n, k, device, seed=0, dtype=torch.float8_e4m3fn, out_dtype=tor
 
 # Groups of any size, the multiples of 4 rows among them; N and K at both ends and around
 # the tiles of 128.
-CORNERS = [([1], 8, 128), ([4, 0, 9], 136, 384), ([0, 0, 130, 1], 120, 256), ([128, 128], 128, 128), ([257, 3], 32, 256)]
+CORNERS = [
+    ([1], 8, 128),
+    ([4, 0, 9], 136, 384),
+    ([0, 0, 130, 1], 120, 256),
+    ([128, 128], 128, 128),
+    ([257, 3], 32, 256),
+]
 
 
 @pytest.mark.parametrize("sizes,n,k", CORNERS)

@@ -55,9 +55,7 @@ OTHERS: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("operator", "changes", "message", "error"), [*in_a_row_each(MOE_BAD), *in_a_row_each(OTHERS)]
-)
+@pytest.mark.parametrize(("operator", "changes", "message", "error"), [*in_a_row_each(MOE_BAD), *in_a_row_each(OTHERS)])
 def test_a_bad_argument_is_named(
     operator: str,
     changes: Arguments,
@@ -104,4 +102,3 @@ def test_a_workspace_that_is_a_byte_too_small(device: torch.device) -> None:
     message = f"^workspace_buffer holds {needed - 1} bytes; this call needs {needed} "
     with pytest.raises(ValueError, match=message):
         cutlass_fused_moe(**on(device, _moe(1)), workspace_buffer=workspace)
-
