@@ -195,6 +195,7 @@ def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> 
 
     Notes
     -----
+
     ``error_bounds`` derives the parts.  The sum over a token's experts adds ``top_k`` roundings of partial sums, each at
     most ``u`` times the sum of the magnitudes.
     """

@@ -237,7 +237,8 @@ def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch
     if mode == 0:
         for sf in (inputs.input_sf.view(128, -1), inputs.input_sf.view(128, -1).view(torch.int32)):  # type: ignore[union-attr]
             assert same_bits(cutlass_fused_moe(**{**arguments, "input_sf": sf}), expected)
-        scales = unswizzle_scales(inputs.input_sf.view(128, -1), 12, 9)  # type: ignore[union-attr]
+        rows = inputs.input_sf.view(128, -1)  # type: ignore[union-attr]
+        scales = unswizzle_scales(rows, 12, 9)
         for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
             linear = dataclasses.replace(inputs, input_sf=scales.view(dtype), swizzled_input_sf=False)
             assert same_bits(cutlass_fused_moe(**linear.arguments()), expected)

@@ -103,7 +103,7 @@ def test_replays_from_a_cuda_graph(operator, device):
         assert torch.equal(out, eager)
 
 
-# --- rows of the table ----------------------------------------------------------------------------
+# --- rows of the table ----------------------------------------------------------------
 
 # Tokens that a row takes, by what it multiplies: their format here, and its number.
 TOKENS_OF = {"bf16": ("bf16", BF16), "mxfp8": ("mxfp8", MXFP8_SWIZZLED), "mxfp4": ("mxfp4", MXFP4_SWIZZLED)}
@@ -159,7 +159,7 @@ def test_rows_are_numbered_by_their_place():
     assert [row.index for row in DENSE_INSTANCES] == list(range(len(DENSE_INSTANCES)))
 
 
-# --- the autotuner --------------------------------------------------------------------------------
+# --- the autotuner --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operator", ["mm_fp4", "mm_mxfp8"])
@@ -189,7 +189,7 @@ def test_the_autotuner_times_what_takes_the_call_and_the_fastest_is_used(operato
     AutoTuner.get().clear_cache()
 
 
-# --- the trace ------------------------------------------------------------------------------------
+# --- the trace ------------------------------------------------------------------------
 
 
 def test_mm_bf16_fp4_trace(device):
@@ -206,7 +206,7 @@ def test_mm_bf16_fp4_trace(device):
     torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=1e-5)
 
 
-# --- what a call may be ---------------------------------------------------------------------------
+# --- what a call may be ---------------------------------------------------------------
 
 
 def _behind(tensor):

@@ -55,7 +55,7 @@ _check = check_case
 # take tests/moe/test_activations.py: test_swiglu_bias_is_another_name_of_swiglu
 
 
-# --- sizes of models, for a GPU ----------------------------------------------------------------
+# --- sizes of models, for a GPU -------------------------------------------------------
 
 # Hidden and intermediate size, experts and experts of a token.
 MODELS = {
@@ -80,7 +80,7 @@ def test_replays_from_a_cuda_graph(mode: int, tokens: int, device: torch.device)
     assert same_bits(replayed(inputs, device, None), run(inputs, device, 0xFF, None))
 
 
-# --- tactics ------------------------------------------------------------------------------------
+# --- tactics --------------------------------------------------------------------------
 
 
 def _rows(inputs: MoEInputs) -> list:
