@@ -7,6 +7,7 @@ choose.  An infinite bound means that float32 can overflow there, so that the co
 
 Dot products of float32 additions
 ---------------------------------
+
 With ``u`` the relative error of one float32 addition and ``n`` the number of additions on the longest path of a term
 through the sum, in whatever order, ``|computed - exact| <= gamma * sum |x_k w_k|`` with
 ``gamma = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).  The products
@@ -15,6 +16,7 @@ powers of two.
 
 Dot products of tensor cores
 ----------------------------
+
 An MMA adds in steps.  A step aligns its products and the accumulator ``c`` to the largest exponent ``E`` among them, cuts
 each toward zero to a multiple of ``q = 2^(E - F)``, adds what is left exactly, and cuts the sum to ``min(F, 23)`` fraction
 bits.  This is the published model of A100 to B200 (arXiv 2512.07004), with which the golden data of an H200 agree bit for
@@ -23,19 +25,25 @@ least :data:`STEP` products into steps, and for partial sums added in float32, a
 
 Write ``A`` for ``sum |x_k w_k|``, ``S`` for the number of steps and ``e`` for the bound.
 
-1. An accumulator is the exact sum of some of the products, off by at most ``e``: ``|c| <= R + e``.  In any order, ``R`` is
-   the larger one of the sums of the positive and of the negative products.  Where products are added along K, so that
-   what an accumulator holds is a contiguous range of blocks and a part of one more, ``R`` is at most the difference of the
-   largest and the smallest sum of the first blocks, and the magnitudes of one block.  So it is in these kernels, whose
-   warps and blocks split K into ranges; the router's warps take turns.
-2. A step's exponent is that of a product or of the accumulator.  A subnormal element counts with the least exponent of its
-   format, up to 3 above its own for e4m3, 2 for e5m2, 1 for e2m1.  So ``E <= T``, the
-   exponent of ``R + e`` or the sum of the largest exponents of the two rows.
-3. With the ``q`` of ``T`` a product loses less than ``q``, and no more than itself; and it loses nothing where ``q`` is
-   at most its lowest set bit ``g_k``, so at most ``q min(1, q / g_k)`` in any case.  All of them lose at most the least of
-   ``K q``, ``q^2 sum 1 / g_k`` and ``A``.  A token element that is itself known to within an interval has at least the
-   lowest bit of its format's values at the interval's smaller end; where that is 0, its products are charged ``q``.
-4. Each step cuts the accumulator by less than ``q`` and the sum by less than ``2^(T - min(F, 23))``.
+1. An accumulator is the exact sum of some of the products, off by at most ``e``: ``|c|
+   <= R + e``. In any order, ``R`` is the larger one of the sums of the positive and of
+   the negative products. Where products are added along K, so that what an accumulator
+   holds is a contiguous range of blocks and a part of one more, ``R`` is at most the
+   difference of the largest and the smallest sum of the first blocks, and the
+   magnitudes of one block. So it is in these kernels, whose warps and blocks split K
+   into ranges; the router's warps take turns.
+2. A step's exponent is that of a product or of the accumulator. A subnormal element
+   counts with the least exponent of its format, up to 3 above its own for e4m3, 2 for
+   e5m2, 1 for e2m1. So ``E <= T``, the exponent of ``R + e`` or the sum of the largest
+   exponents of the two rows.
+3. With the ``q`` of ``T`` a product loses less than ``q``, and no more than itself; and
+   it loses nothing where ``q`` is at most its lowest set bit ``g_k``, so at most ``q
+   min(1, q / g_k)`` in any case. All of them lose at most the least of ``K q``, ``q^2
+   sum 1 / g_k`` and ``A``. A token element that is itself known to within an interval
+   has at least the lowest bit of its format's values at the interval's smaller end;
+   where that is 0, its products are charged ``q``.
+4. Each step cuts the accumulator by less than ``q`` and the sum by less than ``2^(T -
+   min(F, 23))``.
 5. Each addition in float32 costs at most ``2^-24 (R + e)``.
 
 ``e`` is the sum of 3, 4 and 5.  It stands on both sides: ``T`` is raised until the exponent of ``R + e`` does not exceed
@@ -43,6 +51,7 @@ it.  If it always does, nothing is bounded and the result is infinite.
 
 Exact sums
 ----------
+
 A sum is free of error when it cannot round.  If all products of a sum are multiples of a power of two ``unit``, so is
 every partial sum; a cut at a smaller ``q`` removes nothing, and float32 holds every multiple of ``unit`` up to
 ``2^24 unit``.  Test data on a lattice (small integers, scales from a narrow range) meets this, and makes a single wrong
@@ -50,6 +59,7 @@ product visible.
 
 SwiGLU
 ------
+
 ``s(g) = g sigmoid(alpha g)`` has ``|s''| <= |alpha| / 2``, so an error ``d`` of ``g`` moves it by at most
 ``(|s'(g)| + |alpha| d / 4) d``.  Clamps are applied to the ends of the error interval.  Evaluating
 ``s(g) (u + beta)`` in float32 adds a relative error of ``(16 + 4 |alpha g|) 2^-24``: the argument's rounding and the
@@ -58,6 +68,7 @@ exponential's own error (CUDA C++ Programming Guide, table of single-precision f
 
 Requantization
 --------------
+
 Rounding to a format is monotone.  If the activation lies in ``[a - d, a + d]`` and its block's scale is ``2^s``, the
 quantized value lies in ``[Q_s(a - d), Q_s(a + d)]``; the scale itself follows from the block's largest magnitude, which
 is known to within its own ``d``, so the union over the scales between those of the smallest and the largest possible
