@@ -409,8 +409,10 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
     return layer._replace(spans=tuple(span(each) for each in expert_tensors(call) if each is not None))
 
 
-_FIRST_OPTION, _LAST_OPTION = (MoECall._fields.index(name) for name in ("activation_type", "tune_max_num_tokens"))
-_options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(slice(_FIRST_OPTION, _LAST_OPTION + 1))
+_options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
+    slice(MoECall._fields.index("activation_type"), MoECall._fields.index("tune_max_num_tokens") + 1)
+)
+"""The arguments that :func:`require_experts` checks and that are no tensors."""
 _remembered: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
 """By the identity of FC1's weights and the mode: the experts of calls that were valid."""
 _MOST_REMEMBERED = 1024
