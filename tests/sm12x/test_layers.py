@@ -300,6 +300,17 @@ def test_a_function_checks_experts_once_and_when_something_changed(name: str, mo
         cutlass_fused_moe(**moved)
 
 
+@pytest.mark.parametrize("name", MOE)
+def test_a_function_that_knows_its_experts_writes_over_no_argument(name: str) -> None:
+    function, make = OPERATORS[name]
+    arguments = make() | {"output": None, "workspace_buffer": None}
+    assert not outcome(function, arguments)[0]
+    for place in places(arguments):
+        memory = get_tensor(arguments, place).view(torch.uint8).flatten()
+        kind, text, _ = outcome(function, {**arguments, "workspace_buffer": memory})
+        assert (kind, text.split(";")[0]) == ("ValueError", f"workspace_buffer overlaps {place[0]}"), place
+
+
 def test_a_function_keeps_no_experts_alive() -> None:
     arguments = OPERATORS["MoE 2"][1]()
     cutlass_fused_moe(**arguments)
