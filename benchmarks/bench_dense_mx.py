@@ -205,7 +205,7 @@ def load_humming(_: Path | None) -> list[Peer]:
 
 
 PEERS = {"marlin": load_marlin, "humming": load_humming}
-"""Beside cuBLAS."""
+"""Peers besides cuBLAS, by name."""
 
 
 def peer_attempts(

@@ -140,9 +140,9 @@ class Entry:
 
 @dataclasses.dataclass
 class Row:
-    """One batch: ``what`` are its leading cells, with "tokens"; ``reads`` its floors.
+    """One batch: ``what`` holds its leading cells, with "tokens"; ``reads`` its floors.
 
-    With one floor, all of ours do the same work.
+    If there is one floor, all of ours do the same work.
     """
 
     what: dict[str, Any]
@@ -154,7 +154,7 @@ class Row:
         return ", ".join(f"{value} tokens" if name == "tokens" else str(value) for name, value in self.what.items())
 
     def ratio(self, entry: Entry) -> float | None:
-        """How many times the floor an implementation takes."""
+        """An implementation's time over the floor; None where there are several floors."""
         if entry.sample is None or len(self.reads) > 1:
             return None
         return entry.sample.median / next(iter(self.reads.values())).median

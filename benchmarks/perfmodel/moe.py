@@ -71,13 +71,14 @@ class Fit:
     blocks: int = 0
 
     def at(self, work: Work) -> Counts:
-        """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
+        """Counts of ``work``. A tile's bytes are those of its expert's weights, which are read once however many tiles
+        it has."""
         tiles = dataclasses.replace(self.per_tile * work.tiles, bytes=self.per_tile.bytes * work.experts)
         return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
 Fits = dict[tuple[int, Tactics, tuple[int, int]], list[Fit]]
-"""By mode, tactics, and hidden and intermediate size."""
+"""Fits of each (mode, tactics, (hidden size, intermediate size))."""
 
 
 @dataclasses.dataclass(kw_only=True)

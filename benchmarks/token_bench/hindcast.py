@@ -231,14 +231,16 @@ def streams(zipfs: Sequence[float]) -> str:
 
 
 DRAFT_SHARE = 0.143
-"""Of a step with dense layers in bf16, for each drafted token: Cohere's Command models."""
+"""Time to draft one token, as a share of a step with bf16 dense layers: Cohere's Command models."""
 WINDOWS = range(2, 9)
 
 
 def window_cost(preset: str, window: int, shared: float) -> float:
-    """How many plain steps a step costs that drafts ``window - 1`` tokens and verifies: tokens it has to yield to pay.
+    """The cost, in plain steps, of a step that drafts ``window - 1`` tokens and verifies them: the tokens it must yield
+    to pay.
 
-    At the middle of the times; ``shared`` is the share of experts that a token has in common with the one before it.
+    Times are the middles of their ranges. ``shared``: the share of experts that a token has in common with the one
+    before it.
     """
     routing = Routing(shared=shared)
 
