@@ -77,7 +77,7 @@ def _ensure_modules_registered() -> list[Any]:
 
 
 def get_artifacts_status() -> Any:
-    """Which of upstream's cubins are there; none, with a line that says why, where their list cannot be fetched."""
+    """The status of upstream's cubins. If their list cannot be fetched, print why and return none."""
     try:
         return _upstream.get_artifacts_status()
     except RuntimeError as error:

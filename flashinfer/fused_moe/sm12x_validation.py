@@ -50,7 +50,7 @@ class Activation(NamedTuple):
 
     name: str
     defaults: dict[str, float]
-    """The arguments of ``cutlass_fused_moe`` that give each expert a number, and that number without them."""
+    """Arguments of ``cutlass_fused_moe`` that hold one parameter per expert, and its value when they are omitted."""
 
 
 _SWIGLU = Activation("Swiglu", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")})
@@ -60,12 +60,12 @@ ACTIVATIONS = {
     5: _SWIGLU,  # SwigluBias, Swiglu with its parameters by another name
     7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
 }
-"""By ``ActivationType``'s numbers."""
+"""The activations by the number of their ``ActivationType``."""
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
 class Mode(enum.IntEnum):
-    """Activations that MXFP4 weights are multiplied by; the numbers of the first three are the kernel module's."""
+    """Format of the activations that MMAs multiply; the kernel module knows the first three by the same numbers."""
 
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
@@ -86,7 +86,7 @@ INPUT_DTYPES = {
     Mode.AUTO: (torch.bfloat16,),
 }
 BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16, torch.float16)}
-"""By the output's dtype."""
+"""Allowed dtypes of biases, by the output's dtype."""
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
@@ -96,7 +96,7 @@ _QUANT_SCALES = {
 
 
 NVFP4 = BlockScales("E4M3", (torch.float8_e4m3fn,), NVFP4_SCALES.block)
-"""The block scales by whose dtype experts are NVFP4's; bytes without it are MXFP4's."""
+"""NVFP4's block scales; :func:`weights_of` tells NVFP4 experts from MXFP4 ones by their dtype."""
 
 
 class MoECall(NamedTuple):
@@ -351,7 +351,7 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
 
 
 class CheckedExperts(NamedTuple):
-    """What a layer's calls have in common, once its weights were checked."""
+    """Sizes and formats of a layer whose weights were checked; all its calls share them."""
 
     device: torch.device
     num_local_experts: int
@@ -363,7 +363,7 @@ class CheckedExperts(NamedTuple):
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
-    """Check what of a call is its layer's: weights, scales, biases, the activation and its parameters, ranks."""
+    """Check the arguments that belong to the layer: weights, scales, biases, activation and its parameters, ranks."""
     checked = _check_weights(call, device)
     _check_parameters(call, checked)
     return checked

@@ -118,7 +118,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     )
 
 
-# Which compute capabilities the operator serves is asked through attributes that upstream's decorator sets.
+# Callers ask for the operator's compute capabilities through these attributes, which upstream's decorator sets.
 for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
     setattr(
         group_gemm_mxfp8_mxfp4_nt_groupwise,

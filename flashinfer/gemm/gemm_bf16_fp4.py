@@ -57,10 +57,11 @@ def mm_bf16_fp4(
     enable_pdl: bool = True, skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's, whose documentation holds; ``backend="sm12x"`` multiplies as well on the CPU, and MXFP4 weights besides.
+    """Upstream's function and documentation; ``backend="sm12x"`` also takes CPU tensors and MXFP4 weights.
 
-    With it ``b`` is ``[n, k / 2]``, two e2m1 a byte, ``b_descale`` in 128x4 layout: E4M3 with a ``block_size`` of 16 (NVFP4, as
-    ``nvfp4_quantize`` makes it), UE8M0 with one of 32 (MXFP4). k is a multiple of 32.
+    For this backend ``b`` is ``[n, k / 2]``, two e2m1 per byte, and ``b_descale`` has the 128x4 layout: E4M3 with
+    ``block_size`` 16 (NVFP4, as ``nvfp4_quantize`` makes it), UE8M0 with ``block_size`` 32 (MXFP4). k is a multiple of
+    32.
 
     Raises
     ------

@@ -73,7 +73,7 @@ def gen_cutlass_fused_moe_sm120_upstream_module(use_fast_build: bool = False) ->
     hour is not begun again because of file times, and is not killed for memory.
 
     Args:
-        use_fast_build: As upstream has it.
+        use_fast_build: Upstream's option.
 
     Raises:
         RuntimeError: there is no architecture 12.x to compile for.
