@@ -103,7 +103,7 @@ class Folder:
         return load(data)
 
     def dequantized(self, names: list[str]) -> torch.Tensor:
-        """Modules' weights below each other, float32. Raises as :meth:`weights`."""
+        """The weights of several modules, concatenated by rows, in float32. Raises the errors of :meth:`weights`."""
         weights = self.weights(names)
         modules = [self.manifest.modules[name] for name in names]
         rows = (dequantize_rows(w, self.formats[m.kind], m.k) for w, m in zip(weights, modules, strict=True))
@@ -115,7 +115,7 @@ class Folder:
         Raises
         ------
         FolderError
-            As :meth:`tensors`; a module that is not in the folder; tensors that are no such weight.
+            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight.
         """
         found = []
         tensors: dict[str, dict[str, torch.Tensor]] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far quantization moves the next token's distribution: KL divergences against the model's own, token by token.
+"""The effect of quantization on the next token's distribution: KL divergences from the model's own, token by token.
 
-Hidden states of each choice are computed once, with QKV and O quantized layer by layer, beside their originals; LM heads are
-multiplied with them in chunks, so that nothing holds the logits of all tokens.
+Hidden states of each choice are computed once. Layer by layer, QKV and O are quantized while their originals are kept.
+LM heads multiply the hidden states in chunks, so that the logits of all tokens never exist at once.
 """
 
 from __future__ import annotations

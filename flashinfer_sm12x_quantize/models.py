@@ -107,7 +107,7 @@ class Subject:
 
 
 def cache_folder() -> Path:
-    """Where the default model's wheel is kept: FlashInfer's cache."""
+    """The folder in FlashInfer's cache that holds the default model's wheel."""
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
     return Path(base, ".cache", "flashinfer", "models")
 
@@ -178,7 +178,7 @@ def _gpt_oss(folder: Path, dtype: torch.dtype, device: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint's folder or a GGUF file, and what is told of it."""
+    """A checkpoint's folder or a GGUF file, with the name and the note that are printed."""
 
     path: Path
     name: str

@@ -260,16 +260,17 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Part -> module -> contacts in it."""
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",), "nvfp4": ("experts",)}
-"""Part -> others that it cannot be without; all of them need ``config``."""
+"""Part -> other parts that it needs; all of them need ``config``."""
 
 
 class Contact(NamedTuple):
     """One entry of :data:`TABLE`.
 
     Attributes:
-        path: The name, with those of the classes around it.
-        call: How many positional arguments it is called with, and which keywords; None: it is not called.
-        takes: The parameters that vLLM passes to what overrides it here; None: nothing does.
+        path: The name, qualified by its classes.
+        call: The number of positional arguments of the plugin's call, and its keywords; None: the plugin does not call
+            it.
+        takes: The parameters that vLLM passes to the plugin's override; None: the plugin does not override it.
     """
 
     module: str

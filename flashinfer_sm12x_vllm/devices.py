@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the fork serves this machine's GPU; asked without initializing CUDA and without importing flashinfer."""
+"""Tells whether the fork serves this machine's GPU, without initializing CUDA and without importing flashinfer."""
 
 from __future__ import annotations
 

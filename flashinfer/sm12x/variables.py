@@ -363,8 +363,8 @@ def one_edit_apart(a: str, b: str) -> bool:
 
 
 def _meant(name: str) -> str | None:
-    """The variable of :data:`TABLE` that a name misspells; empty: it misspells one, but which is unclear; None: it does
-    not."""
+    """The variable of :data:`TABLE` that a name misspells; empty: the name has SM12X in it but is close to no variable;
+    None: the name is not this project's, or is right."""
     upper = name.upper()
     if name in TABLE or not re.fullmatch(r"\w+", name, re.ASCII):  # nobody sets another from a shell
         return None
