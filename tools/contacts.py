@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moved of FlashInfer and of vLLM between the versions that this fork is made for and others.
+"""Lists names of FlashInfer and vLLM that moved between the versions that this fork is made for and others.
 
     python -m tools.contacts --flashinfer flashinfer_python-0.7.3-py3-none-any.whl --vllm vllm-0.34.0-....whl
 
-Reads wheels, or folders that one is unpacked or installed in, and imports nothing of them. Exit status 1 if something moved
-that the fork cannot be without.
+Reads wheels, or folders in which one is unpacked or installed, and imports nothing of them. Exit status 1 if a name
+moved that the fork needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Found = tuple[str, ast.stmt | None]
 
 
 def load(file: str) -> Any:
-    """A file of this tree that needs nothing but the standard library."""
+    """Load a file of this tree that imports only the standard library."""
     spec = importlib.util.spec_from_file_location(f"_contacts_{Path(file).stem}", ROOT / file)
     assert spec is not None
     assert spec.loader is not None
