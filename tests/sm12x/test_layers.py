@@ -92,7 +92,7 @@ LAYERS = {
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outcomes have the same error, or the same bits."""
-    # A MoE layer that is made knows no input: of the two W4A8 modes, whose scales are the same, it names the first.
+    # A MoE layer has no input when it is made. The two W4A8 modes take the same scales, and its error names the first.
     kinds = [
         (kind, text.replace("HALF_INPUT takes the 4", "MXFP8_INPUT takes the 4")) for kind, text, _ in (one, other)
     ]
@@ -121,7 +121,8 @@ def test_smoke() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
 def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
-    """With each argument wrong in each way; ``reused``: those of a call, of one object that saw all calls before."""
+    """Each argument is wrong in each way. ``reused``: only arguments of a call change, and one object gets all
+    calls."""
     layer = LAYERS[name]
     own = layer.make()
     same = layer.of(own) if reused else layer.once()
