@@ -287,7 +287,8 @@ def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
 
 
 def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Iterator[tuple[dense.KeptRun, list[Launch]]]:
-    """Those that price each instance that the planner could choose, at each of :func:`priced_tokens` and for any larger batch."""
+    """Emulate the runs by which each instance that the planner could choose is priced, at each of :func:`priced_tokens`
+    and for any larger batch."""
     for k in sorted({k for _, k in MODELS[LAYER_MODEL].matrices.values()}):
         for row in DENSE_INSTANCES:
             if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.streamed):
@@ -409,7 +410,7 @@ def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> None:
 
 
 def kernel(line: Times, **about: Any) -> Kernel:
-    """A line as it is kept."""
+    """A prediction in the form in which it is kept."""
     return Kernel(**about, **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)})
 
 
@@ -453,7 +454,7 @@ def attention_kernel(device: VirtualDevice, ranks: int, kv: str, sequences: int,
 
 
 def kernels() -> Iterator[Kernel]:
-    """All that :mod:`perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
+    """All kernels that :mod:`perfmodel.step` looks up; on two GPUs gpt-oss-120b only."""
     for model, ranks in ((LAYER_MODEL, 1), (LAYER_MODEL, 2), ("gpt-oss-20b", 1)):
         size = MODELS[model].split(ranks)
         for line in moe_lines([size.moe], [*DECODE, *PREFILL], list(STEP_MODES), {}):

@@ -27,14 +27,14 @@ _cpp_ext: Any = cpp_ext
 
 
 def _cuda_version_or_reason() -> Any:
-    """The version; what is wrong where there is none, for ``show-config``."""
+    """The version; if there is none, the reason, for ``show-config``."""
     try:
         return _cuda_version()
     except ToolchainError as error:
         return f"unknown ({error})"
 
 
-# Upstream asks for the version while it is imported, whatever the command is.
+# Upstream asks for the version while it is imported, for any command.
 _cuda_version, _cpp_ext.get_cuda_version = _cpp_ext.get_cuda_version, _cuda_version_or_reason
 try:
     _upstream = extend(globals())

@@ -113,7 +113,7 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
     logger: Any = logging.getLogger("flashinfer_sm12x")
     if not reason.startswith(SWITCH) and not hasattr(logger, "said"):
         logger.said = True  # this module is forgotten below
-        # Not warnings.warn, which may be made an error: that is no way to serve upstream's package.
+        # Not warnings.warn: a user's filter may make it an error, and upstream's package must still be imported.
         logger.warning(
             "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's kernels: "
             "%s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve it",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks but those of a probe.
+"""All checks except a probe's.
 
 Each takes the answers and returns ``(state, found)``, ``(state, found, command)`` or ``(state, found, command, why)``;
-None where it does not apply.
+None if it does not apply.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DISK_NEEDED = GIB
 CUDA_13_DRIVER = 580
 
 BLOCK_SCALED = ("mxf8f6f4", "mxf4")
-"""Kinds of MMA that only SM12x has, and in whose place others may stand."""
+"""Kinds of MMA that only SM12x has; half-precision ones can replace them."""
 
 Outcome = tuple[str, ...] | None
 

@@ -64,7 +64,7 @@ def peak_memory(device: str) -> str:
 
 
 def how_to_serve(request: Request, subject: models.Subject) -> str:
-    """The command, for a gpt-oss; for another model, that there is none."""
+    """The command that serves the folder; for a model that is no gpt-oss, a text that there is none."""
     if not subject.packed_experts:
         return f"{subject.name} is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves"
     dense = f"""--additional-config '{{"sm12x": {{"dense": "{request.out.resolve()}"}}}}'"""

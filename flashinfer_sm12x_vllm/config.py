@@ -88,11 +88,11 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
 
 
 replaced: Any = None
-"""vLLM's entry for the model, in whose place :data:`MODEL` is."""
+"""vLLM's entry for the model, which :data:`MODEL` replaces."""
 
 
 def install() -> None:
-    """Register the classes above; what another plugin has replaced stays as it is."""
+    """Register the classes above, unless another plugin has replaced vLLM's entry."""
     global replaced
     register_quantization_config(settings.CHECKPOINTS)(SM12xGptOssConfig)
     replaced = ModelRegistry.models.get(ARCHITECTURE)

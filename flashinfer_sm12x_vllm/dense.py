@@ -29,7 +29,7 @@ from .settings import Choice
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
-VLLMS = ("mxfp8", "mxfp4")  # formats of which --linear-backend may name a kernel of vLLM's
+VLLMS = ("mxfp8", "mxfp4")  # formats for which --linear-backend may name a kernel of vLLM's
 PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 
 

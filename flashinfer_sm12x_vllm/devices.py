@@ -15,7 +15,7 @@ def served() -> bool:
     Raises
     ------
     ValueError
-        The variable is none of what it may be.
+        The variable has a value that it cannot have.
     """
     from vllm.platforms import current_platform
 

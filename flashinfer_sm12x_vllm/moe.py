@@ -198,7 +198,7 @@ def build(device_type: str, hidden: int, inter: int, weights: str = "mxfp4") -> 
     start = time.monotonic()
     try:
         prepare(hidden, inter, weights=weights)
-    except Exception as error:  # whatever a compiler or a linker can fail with
+    except Exception as error:  # a compiler or a linker may fail in any way
         return f"{name} could not be built: {error}"
     logger.info("flashinfer-sm12x: %s is ready after %.0f s", name, time.monotonic() - start)
     return ""
@@ -291,7 +291,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
     """gpt-oss's experts on this fork: weights ``[up; gate]``, scales in 128x4 layout, nothing padded but scales."""
 
     def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts], why: str) -> None:
-        # Not the parent's: that one selects a backend of vLLM's.
+        # Skip the parent's __init__, which selects a backend of vLLM's.
         FusedMoEMethodBase.__init__(self, moe)
         self.moe_kernel: Any = None
         self.weight_dtype = "gpt_oss_mxfp4"

@@ -202,9 +202,9 @@ def measured(url: str, asked: Asked, streams: Sequence[int]) -> dict[str, Window
 
 
 def divergence(p: Row, q: Row) -> float:
-    """KL of two distributions of which the likeliest tokens are known: at most the true one.
+    """KL divergence of two distributions by their likeliest tokens; at most the true one.
 
-    Tokens that only one of them tells belong to the rest. Joining outcomes never makes a divergence larger.
+    Tokens that only one of the two lists belong to the rest. Joining outcomes never makes a divergence larger.
     """
     shared = p.keys() & q.keys()
     total = sum(math.exp(p[token]) * (p[token] - q[token]) for token in shared)

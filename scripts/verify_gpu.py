@@ -104,8 +104,8 @@ def attention_reference(
 
 
 def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The error from rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and from float32 arithmetic;
-    that of the output is counted where it is compared. It is doubled for the running maximum's rescaling."""
+    """The bound on errors from rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and from float32
+    arithmetic, doubled for the running maximum's rescaling. The comparison adds the output's own rounding."""
     return torch.full_like(reference, 2 * 2.0**-9 * float(value.abs().max()))
 
 

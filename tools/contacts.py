@@ -52,7 +52,7 @@ class Sources:
         return place.read_text(encoding="utf-8") if place.is_file() else None
 
     def module(self, name: str) -> ast.Module | None:
-        """A module's syntax; None where there is none of that name."""
+        """A module's syntax tree; None if there is no such module."""
         if name not in self._modules:
             stem = name.replace(".", "/")
             text = self.text(f"{stem}.py")
@@ -83,7 +83,7 @@ class Sources:
         return None if node is None else (module, node)
 
     def words(self, module: str) -> str:
-        """A module's source, of which names that its ``__getattr__`` gives are texts."""
+        """A module's source, in which names that its ``__getattr__`` gives appear as texts."""
         return ast.unparse(self.module(module) or ast.Module([], [])).replace("'", '"')
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
@@ -172,7 +172,7 @@ class Moved:
         for attribute in inner:
             cls = self.class_of(found)
             if cls is None:
-                break  # an object of which sources do not tell the class
+                break  # the sources do not tell this object's class
             found, method = self.attribute(*cls, attribute), True
             if found is None:
                 return f"{contact} is gone"

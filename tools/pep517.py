@@ -55,5 +55,5 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 build_editable = mock.patch.dict(os.environ, {"FLASHINFER_SM12X_EDITABLE": "1"})(build_wheel)
 
 get_requires_for_build_sdist = elsewhere()(build_meta.get_requires_for_build_sdist)
-# Its file list setuptools wants in the checkout.
+# setuptools needs the egg-info's file list in the checkout for an sdist.
 build_sdist = without_egg_info()(build_meta.build_sdist)

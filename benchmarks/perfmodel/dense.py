@@ -68,7 +68,7 @@ def runs_for(row: Instance, tokens: int) -> list[Run]:
 
 
 def grid_of(row: Instance, tokens: int, n: int, resident: int) -> int:
-    """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
+    """Blocks of a GEMM on a device that holds ``resident`` blocks at a time (``dense_blocks`` in the launcher)."""
     units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
     busy_percent = 40 if row.token_tile <= 64 else 75
     return units if units <= resident and 100 * units >= busy_percent * MULTIPROCESSORS else resident
@@ -88,7 +88,7 @@ def bytes_of_parts(row: Instance, case: tuple[int, int, int], blocks: int) -> fl
 def launches_of(
     row: Instance, layer: tuple[int, int], tokens: int, seen: Mapping[Run, Sequence[Launch]]
 ) -> list[Launch]:
-    """Those of a layer (N, K), by what each of :func:`runs_for` was seen to launch."""
+    """The launches of a layer (N, K), from those that each of :func:`runs_for` was seen to launch."""
     n, k = layer
     bilinear = len({m for m, _ in seen}) > 1
 
@@ -114,7 +114,7 @@ def launches_of(
 
 
 def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch) -> list[Launch]:
-    """Those of a stream's launch, as launches one after the other."""
+    """The passes of a stream's launch over its weights, as launches one after the other."""
     passes = -(-tokens // row.token_tile)
     weights = matrix_bytes(*layer, row.weights)
     first = dataclasses.replace(stream.counts * (1 / passes), bytes=stream.counts.bytes)

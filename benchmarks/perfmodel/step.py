@@ -55,7 +55,7 @@ TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
     "nvfp4": ("bf16",),
     "mxfp4": ("bf16", "mxfp8", "mxfp4"),
 }
-"""Formats to which a dense layer rounds its tokens, by that of its weight: where that gains something."""
+"""Formats to which a dense layer may round its tokens with a gain, by the format of its weight."""
 KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 
@@ -236,10 +236,10 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 
 @dataclasses.dataclass(kw_only=True)
 class Kernel(Times):
-    """One call: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format, ``activation`` that of its tokens.
+    """One call of "MoE" or a dense layer (``kind``): ``weights`` is its format, ``activation`` its tokens' format.
 
-    Or ``kind`` is a part of a step that this fork's router or decode attention
-    computes; of attention ``tokens`` are sequences, ``weights`` the cache's format and ``context`` the full layers' context.
+    ``kind`` may also be a part of a step that this fork's router or decode attention computes. For attention ``tokens``
+    are sequences, ``weights`` is the cache's format and ``context`` the full layers' context.
     """
 
     kind: str
@@ -290,7 +290,7 @@ def kept_kernel(
     Raises
     ------
     ValueError
-        There are none for so many tokens.
+        No times are kept for this number of tokens.
     """
     if kernel := kept().get((kind, model, ranks, tokens, weights, activation, context)):
         return kernel
@@ -495,7 +495,7 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
     Raises
     ------
     ValueError
-        There are neither.
+        There is neither.
     """
     layer, device = size.moe, given.device
     activation = step.expert_tokens
@@ -557,12 +557,12 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
 def from_report(path: Path) -> Given:
     """Measurements of a doctor's report (``sm12x-doctor --probe``), in place of the ranges.
 
-    Its MoE layers have MXFP8 input, those here bf16: less than 1 % apart.
+    The report's MoE layers have MXFP8 input and those here bf16 input; their times differ by less than 1 %.
 
     Raises
     ------
     ValueError
-        It is no such report, or of a GPU that is no GB10.
+        The file is not such a report, or it is not a GB10's.
     """
     try:
         measured: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["measured"]
@@ -576,7 +576,7 @@ def from_report(path: Path) -> Given:
         return otherwise if value is None else (value, value)
 
     launch = measured.get("launch", {}).get("plain", {}).get("graph_us")
-    # A small kernel's own time stays as it is.
+    # Only the launch's time is replaced; a small kernel's own time stays.
     small = (
         FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
     )

@@ -8,7 +8,7 @@ of others were counted, and predicted once before and once behind that. ``input`
 all rows before that counting.
 
 Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
-Nothing that predicts reads a value of ``published.csv``.
+No prediction reads a value of ``published.csv``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def figures() -> list[Figure]:
 
 
 def rows() -> list[Figure]:
-    """Those to compare with."""
+    """The published figures to compare with: all but the model's inputs."""
     return [figure for figure in figures() if figure.role != "input"]
 
 

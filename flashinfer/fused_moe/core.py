@@ -186,9 +186,9 @@ def cutlass_fused_moe(
     Parameters
     ----------
     input : torch.Tensor
-        ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside
-        (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).  With both flags the
-        planner chooses by M: bfloat16 is used as it is where that takes at most 3 % longer, and quantized elsewhere
+        ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside (both
+        with ``use_mxfp8_act_scaling``), or bfloat16 that is not rounded (``use_w4_group_scaling``).  With both flags
+        the planner chooses by M: bfloat16 is quantized unless leaving it takes at most 3 % longer
         (``flashinfer.fused_moe.sm12x_planner.plan_mode``); the CPU chooses as a GB10.
     token_selected_experts : torch.Tensor
         int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing, and neither does -1, which
@@ -431,7 +431,7 @@ def cutlass_fused_moe_workspace_size(
     """Bytes of ``workspace_buffer`` that :func:`cutlass_fused_moe` needs for up to ``max_num_tokens`` tokens.
 
     The signature is upstream's.  For MXFP4 weights on this fork's kernels the size is theirs; the CPU backend needs
-    none and the answer is 0.  ``device`` defaults to the current CUDA device, or to the CPU where there is none.
+    none and the answer is 0.  ``device`` defaults to the current CUDA device, or to the CPU if there is none.
 
     Raises
     ------

@@ -231,7 +231,8 @@ def _validate(call: RouterCall) -> RouterCall:
 
 
 def _outputs(call: RouterCall) -> list[torch.Tensor]:
-    """Weights, ids, logits, normed rows, sums; the last two empty where there are none."""
+    """Memory for weights, ids, logits, normed rows and sums; the last two are empty if there is no norm or no
+    residual."""
     (m, k), experts = call.hidden_states.shape, call.weight.shape[0]
     shapes = (
         ((m, call.top_k), torch.float32),

@@ -191,7 +191,8 @@ def select_mode(
 
 
 def weights_of(mode: Mode, quant_scales: Any) -> str:
-    """The format of the experts: NVFP4 in W4A16 with four scales, of which a matrix's block scales are float8_e4m3fn."""
+    """The format of the experts: NVFP4 in W4A16 with four scales if a matrix's block scales are float8_e4m3fn, else
+    MXFP4."""
     if mode is Mode.W4A16 and isinstance(quant_scales, (list, tuple)) and len(quant_scales) == 4:
         of_blocks = (getattr(scales, "dtype", None) for scales in quant_scales[::2])
         return "nvfp4" if any(dtype in NVFP4.dtypes for dtype in of_blocks) else "mxfp4"

@@ -34,12 +34,12 @@ def _format_of(block_size: Any) -> str:
 def prepare_bf16_fp4_weights(
     b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None, *, backend: str, block_size: int = 16
 ) -> Any:
-    """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are.
+    """Upstream's function; ``backend="sm12x"`` needs no preparation and returns the three unchanged.
 
     Raises
     ------
     TypeError, ValueError
-        Upstream's; with ``backend="sm12x"`` what ``mm_bf16_fp4`` would say of the three.
+        Upstream's errors; with ``backend="sm12x"`` those that ``mm_bf16_fp4`` would raise for the three.
     """
     if backend == sm12x_mm.BACKEND:
         sm12x_mm.require_weight(b, b_descale, alpha, _format_of(block_size))

@@ -178,7 +178,7 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     Raises
     ------
     ValueError
-        There is none of that name for these weights, this K and such tokens; the message lists them.
+        No instance of that name takes these weights, this K and these tokens; the message lists those that do.
     """
     allowed = [
         row

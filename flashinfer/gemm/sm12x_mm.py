@@ -84,7 +84,7 @@ def answer_for(function: Callable[..., Any], upstreams: Any) -> None:
 
 
 def backends_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Those that upstream's ``function`` lists, and ours."""
+    """The backends that upstream's ``function`` lists, and ours."""
     return (*get_args(get_type_hints(inspect.unwrap(function))["backend"]), BACKEND)
 
 

@@ -78,7 +78,7 @@ def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str
     Raises
     ------
     TypeError
-        Not an integer; what Python takes as an index is one, so that ``True`` is 1.
+        Not an integer. Anything that Python takes as an index is one, so ``True`` is 1.
     ValueError
         Out of bounds.
     """

@@ -111,7 +111,7 @@ def _mxfp4_weights(
 def _nvfp4_weights(
     source: _Source, experts: int, rows: int, k: int, data: Data
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same in NVFP4, with the global scales of such experts: any numbers, or of ``"lattice"`` powers of two."""
+    """The same in NVFP4, with global scales: any numbers, or powers of two for ``"lattice"``."""
     packed = source.bytes(experts, rows, k // 2)
     blocks = experts, rows, -(-k // WEIGHTS["nvfp4"][1])
     if data == "normal":

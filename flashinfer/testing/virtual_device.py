@@ -55,8 +55,8 @@ class VirtualDeviceError(RuntimeError):
     """A launch on the virtual device was refused, failed, or a watcher reported on it.
 
     Attributes:
-        launches: Those of the call, the failed one included; their ``reports`` name kernel, PTX line, block, warp, lane
-            and address.
+        launches: The call's launches, the failed one included; their ``reports`` name kernel, PTX line, block, warp,
+            lane and address.
     """
 
     def __init__(self, text: str, launches: Sequence[Any] = ()) -> None:
@@ -79,10 +79,11 @@ def _vsm() -> Any:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, where the virtual device can be used whatever torch brings.
+    """``function(*arguments)`` in a process that can use the virtual device, with or without CUDA in torch.
 
-    A torch with CUDA has loaded its runtime before anyone can ask for the virtual one: then it is done in a new process that
-    starts with that. Function, arguments and result are pickled there. A torch without CUDA needs no such thing.
+    A torch with CUDA has loaded its runtime before anyone can ask for the virtual one. The function then runs in a new
+    process that starts with the virtual one; function, arguments and result are pickled. A torch without CUDA needs no
+    new process.
     """
     _vsm()
     preload = importlib.import_module("vsm.preload").preload()
@@ -238,8 +239,8 @@ class VirtualDevice:
         return wanted is not False
 
     def discard(self, tensor: torch.Tensor, seed: int) -> None:
-        """Hand over memory of :meth:`empty` as a later call might find it: full of random bytes, of which a kernel must not
-        read one before something wrote it.
+        """Make memory of :meth:`empty` look as a later call might find it: full of random bytes. A kernel that reads
+        one before it is written is reported.
         """
         generator = torch.Generator().manual_seed(seed)
         flat = tensor.view(torch.uint8).reshape(-1)

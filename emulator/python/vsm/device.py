@@ -159,8 +159,8 @@ class Device:
         return ctypes.string_at(address, size)
 
     def discard(self, address: int, size: int) -> None:
-        """Of allocated memory: whatever lies there, a kernel must not read it before something writes it. For a
-        workspace that is handed over again, with what an earlier call left in it.
+        """Mark allocated memory as uninitialized: a kernel that reads it before it is written is reported. For a
+        workspace that is handed over again and holds an earlier call's data.
         """
         self._library.vsm_discard(self._handle, address, size)
 

@@ -112,7 +112,7 @@ rule make
   command = $command
   generator = 1
 """
-"""Ninja makes again what a generator made only where it is not there, whatever the command and the times are."""
+"""``generator`` has ninja make an output only if it is missing, whatever its command and file times."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> C
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """All that is needed to build a module.
+    """Everything needed to build a module.
 
     Attributes:
         name: The module's name.
@@ -172,10 +172,10 @@ class ModulePlan:
         lock_path: The file that is locked while it is built.
         steps: Its sources.
         linker: The program that links.
-        link_flags: Its arguments behind the objects.
+        link_flags: The linker's arguments after the objects.
         job_memory: Bytes that a compiler may need.
         description: A line for the head of the log.
-        roots: Name -> folder that counts by what lies in it, not by where it is.
+        roots: Name -> folder whose content counts and whose place does not.
         read_only: The module's folder in a cache that can only be read.
     """
 
@@ -524,7 +524,7 @@ class _Attempt:
 
 
 def _spilling(plan: ModulePlan) -> dict[str, int]:
-    """``spills.json``: path of an object in ``obj`` -> bytes; empty if it is not there, or no such thing."""
+    """``spills.json``: path of an object in ``obj`` -> bytes; empty if the file is missing or damaged."""
     try:
         data = json.loads(read_file(plan.folder / "spills.json"))
     except (OSError, ValueError, RecursionError):

@@ -89,7 +89,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def chosen(modules: list[CachedModule], name: str | None, older_than_days: float | None) -> list[CachedModule]:
-    """Those that ``clear`` removes.
+    """The modules that ``clear`` removes.
 
     Args:
         modules: The modules that there are.

@@ -105,7 +105,7 @@ def _state(path: str) -> list[int] | None:
 
 
 class Files:
-    """Contents of files, each as it was when it was first asked for.
+    """Digests of files, each as the file was when it was first asked for.
 
     Args:
         memo: The file of digests that are known already; it need not be there.
@@ -195,14 +195,14 @@ class Files:
         return _Seen(state, hashlib.sha256(data).hexdigest(), list(dict.fromkeys(includes)))
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Those of the paths whose files were edited since they were asked for."""
+        """The paths whose files were edited since they were asked for."""
         return [path for path in paths if not self._is_as_it_was(path)]
 
     def _is_as_it_was(self, path: str) -> bool:
         seen, now = self._seen[path], _state(path)
         if seen is None or now is None:
             return seen is None and now is None
-        # Not by its inode: some network file systems number a file anew each time.
+        # The inode does not count: some network file systems give a file another one each time.
         return seen.state[:3] == now[:3]
 
     def remember(self) -> None:

@@ -307,7 +307,7 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:
-    """Those of the architectures to compile for that the family has kernels for: 12.x and 9.0.
+    """The architectures to compile for, as far as the family has kernels for them: 12.x and 9.0.
 
     Older ones have neither bulk copies nor programmatic dependent launch.
 

@@ -144,8 +144,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return tuple(steps)
 
     def _cuda_flags(self) -> list[str]:
-        # Not upstream's build_cuda_cflags: it asks which architectures the environment names, even for a module that
-        # brings its own, and so fails where those were chosen otherwise.
+        # Not upstream's build_cuda_cflags: it reads the environment's architectures even for a module that brings its
+        # own, and fails if the environment names none.
         return [
             "$common_cflags",
             "--compiler-options=-fPIC",
@@ -181,7 +181,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @property
     def aot_artifacts(self) -> tuple[Any, ...]:
-        """None: what wheels of prebuilt modules have under such a name is upstream's, with other functions."""
+        """Empty: modules of these names in wheels of upstream's prebuilt modules are upstream's, with other
+        functions."""
         return ()
 
     def try_load(self) -> Any:

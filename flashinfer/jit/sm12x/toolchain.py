@@ -253,10 +253,11 @@ def _version_for(architecture: tuple[int, str]) -> Version:
 
 
 def _why_unusable(toolkit: Toolkit, needed: Version) -> str:
-    """Why a toolkit compiles nothing; an empty text if it does.
+    """The reason why a toolkit cannot compile; empty if it can.
 
-    CUDA's headers of C++'s library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release is not that of
-    ``CUDART_VERSION``. Upstream's modules include them; this fork's do not, and would be built from two releases.
+    The headers of CUDA's C++ library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release differs from
+    ``CUDART_VERSION``. Upstream's modules include them. This fork's do not, and without this check two releases would
+    mix.
     """
     try:
         release = toolkit.version

@@ -86,7 +86,7 @@ def read_file(path: str | Path) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: it is none, as a pipe that nobody writes to and that would be waited for, or it cannot be read.
+        OSError: it is not a regular file (opening a pipe without a writer would wait), or it cannot be read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
