@@ -183,7 +183,7 @@ _STREAM_M8_W3 = (
     Instance("bf16", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
 )
 
-# A layer is two GEMM kernels.
+# Two GEMM kernels a layer.
 PAIRS: tuple[Instance, ...] = (
     *_MXFP8_M8,
     Instance("mxfp8", "mxfp8", 16, 128, 3, 2, 41224),
