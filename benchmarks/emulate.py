@@ -280,7 +280,7 @@ def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
     tokens = {*PRICED}
     for n, width in MODELS[LAYER_MODEL].matrices.values():
         if width == k:
-            chosen = [choose(weights, count, n, k, True, operand) for count in range(1, dense.FEW_TOKENS + 2)]
+            chosen = [choose(weights, count, n, k, operand=operand) for count in range(1, dense.FEW_TOKENS + 2)]
             changed = [count for count in range(2, len(chosen) + 1) if chosen[count - 1] != chosen[count - 2]]
             tokens |= {count + beside for count in changed for beside in (-1, 0, 1)}
     return sorted(count for count in tokens if count <= dense.FEW_TOKENS)

@@ -41,7 +41,7 @@ class FlashInferExperts(torch.nn.Module):
     def __init__(self, config: GptOssConfig, tensors: dict[str, torch.Tensor], activations: str) -> None:
         super().__init__()
         self.a8 = activations == "a8"
-        self._layer: SM12xMoELayer | None = None
+        self._layers: dict[bool, SM12xMoELayer] = {}  # of W4A8 and W4A16: a8 may be set between calls
         for name, tensor in tensors.items():
             if name.startswith("gate_up"):  # the operator takes [up; gate]
                 tensor = torch.cat([tensor[:, 1::2], tensor[:, 0::2]], dim=1)
@@ -66,9 +66,9 @@ class FlashInferExperts(torch.nn.Module):
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
         """``[tokens, hidden]`` bf16, with ids and weights ``[tokens, top_k]``."""
-        if self._layer is None:
-            self._layer = self._make_layer(hidden_states.dtype)
-        return self._layer.run(hidden_states, router_indices.to(torch.int32), routing_weights.float())
+        if self.a8 not in self._layers:
+            self._layers[self.a8] = self._make_layer(hidden_states.dtype)
+        return self._layers[self.a8].run(hidden_states, router_indices.to(torch.int32), routing_weights.float())
 
     def _make_layer(self, dtype: torch.dtype) -> SM12xMoELayer:
         scales = [self.gate_up_proj_scales, self.down_proj_scales]
@@ -89,7 +89,7 @@ class FlashInferExperts(torch.nn.Module):
         )
 
     def _apply(self, *arguments: Any, **named: Any) -> Any:
-        self._layer = None  # its buffers become others, as on another device
+        self._layers.clear()  # its buffers become others, as on another device
         return super()._apply(*arguments, **named)
 
 

@@ -13,7 +13,7 @@ from ..sm12x.devices import require_served
 from ..sm12x.operator import is_traced
 from ..tllm_enums import ActivationType
 from .sm12x_operator import compute, fused_moe
-from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, require_experts, select_mode, validate
+from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, expert_tensors, require_experts, select_mode, validate
 
 _TOKENS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
@@ -86,7 +86,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
             fc1_expert_biases,
             fc2_expert_weights,
             fc2_expert_biases,
-            quant_scales,
+            list(quant_scales) if isinstance(quant_scales, list) else quant_scales,
             swiglu_alpha,
             swiglu_beta,
             swiglu_limit,
@@ -101,14 +101,15 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
             self._require_experts()
 
     def _require_experts(self) -> None:
-        weights, scales = self._experts[0], self._experts[4]
+        weights = self._experts[0]
         _require_weights(weights)
         require_computing_device("fc1_expert_weights", weights)
         require_served("SM12xMoELayer", weights.device)
         mode = next(iter(self._modes.values()))
         call = self._call(mode, (None, None, weights, None, None, None), (None,) * 7)  # no routing is looked at
         self._checked = require_experts(call, weights.device)
-        self._unchanged = Unchanged(*self._experts[:4], *scales, *self._experts[5:])
+        self._tensors = expert_tensors(call)
+        self._unchanged = Unchanged(*self._tensors)
 
     def _call(self, mode: Mode, tokens: tuple[Any, ...], more: tuple[Any, ...]) -> MoECall:
         return MoECall._make((*tokens, *self._experts, *self._types, mode.value, *self._options, *more))
@@ -140,7 +141,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         call = self._call(mode, tokens, more)
         if not self._checks or is_traced(tokens) or is_traced(more):
             return fused_moe(call)
-        if not self._unchanged.holds():
+        if not self._unchanged.holds(*self._tensors):
             self._require_experts()
         problem = validate(call, self._checked)
         if output is None:

@@ -162,7 +162,7 @@ class DenseLayer:
 
     def _require_tokens(self, call: DenseCall) -> int:
         """Check a call, and the weight where it changed; the format of the call's tokens."""
-        if not self._weights.holds():
+        if not self._weights.holds(*self._operands):
             self._require_weight()
         require_rank("x", call.x, 2)
         token_format = require_token_format(call, "x")

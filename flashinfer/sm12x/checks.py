@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import reprlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -286,22 +287,33 @@ def require_tensor(
 
 
 class Unchanged:
-    """Tensors that passed their checks; :meth:`holds` tells quickly whether they would still pass.
+    """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps the tensors themselves: ``tensor.data = other`` or a resized storage moves a tensor, and the next
-    :meth:`holds` sees its new address.
+    It keeps weak references to the objects and their addresses: ``tensor.data = other`` or a resized storage moves a
+    tensor, and the next :meth:`holds` sees its new address.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
         self._known = [
-            (each, each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors if each is not None
+            None if each is None else (weakref.ref(each), each.data_ptr(), each.shape, each.stride(), each.dtype)
+            for each in tensors
         ]
 
-    def holds(self) -> bool:
-        """Whether each tensor has its former address, shape, strides and dtype, and no negative bit."""
-        for tensor, start, shape, strides, dtype in self._known:
+    def holds(self, *tensors: torch.Tensor | None) -> bool:
+        """Whether these are the same tensors, each with its former address, shape, strides and dtype, and no negative
+        bit."""
+        if len(tensors) != len(self._known):
+            return False
+        for tensor, known in zip(tensors, self._known, strict=True):
+            if known is None:
+                if tensor is not None:
+                    return False
+                continue
+            reference, start, shape, strides, dtype = known
             if (
-                tensor.data_ptr() != start
+                tensor is None
+                or reference() is not tensor
+                or tensor.data_ptr() != start
                 or tensor.shape != shape
                 or tensor.stride() != strides
                 or tensor.dtype is not dtype
@@ -378,6 +390,16 @@ def spans_meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
     return any(first < end and start < last for first, last in some for start, end in others)
 
 
+def are_apart(spans: Sequence[Span], written: int) -> bool:
+    """Whether none of the first ``written`` of ``spans`` has a byte of another one."""
+    for place in range(written):
+        first, last = spans[place]
+        for start, end in spans[place + 1 :]:
+            if first < end and start < last:
+                return False
+    return True
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes from a tensor's first byte to its last, gaps included."""
     if tensor.is_contiguous() or not tensor.numel():
@@ -393,7 +415,11 @@ def _tensor_fields(kind: type) -> list[tuple[int, str]]:
     return [(place, field) for place, (field, annotation) in annotated if "Tensor" in str(annotation)]
 
 
-def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:
+def require_apart(
+    call: Any,
+    written: Mapping[str, Sequence[str]],
+    names: Mapping[str, str] | None = None,
+) -> None:
     """Raise ``ValueError`` where an argument that is written shares memory with another one.
 
     Parameters

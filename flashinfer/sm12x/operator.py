@@ -70,9 +70,7 @@ def is_traced(call: Sequence[Any]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass must see this call, so that it goes to the operator."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    for value in call:
-        if type(value) in _ORDINARY:
-            continue
+    for value in [each for each in call if type(each) not in _ORDINARY]:
         if isinstance(value, (list, tuple)):
             if is_traced(value):
                 return True
