@@ -368,7 +368,7 @@ class CheckedExperts(NamedTuple):
     num_experts_total: int
     weights: str
     spans: tuple[Span, ...] = ()
-    """Where the tensors of :func:`expert_tensors` lie."""
+    """Ranges of memory of the tensors of :func:`expert_tensors`."""
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
@@ -413,7 +413,7 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
 _FIRST_OPTION, _LAST_OPTION = (MoECall._fields.index(name) for name in ("activation_type", "tune_max_num_tokens"))
 _options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(slice(_FIRST_OPTION, _LAST_OPTION + 1))
 _remembered: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
-"""By the identity of FC1's weights and the mode: the experts of calls that were valid."""
+"""The experts of valid calls, by the identity of FC1's weights and the mode."""
 _MOST_REMEMBERED = 1024
 
 
@@ -424,8 +424,8 @@ def expert_tensors(call: MoECall) -> tuple[torch.Tensor | None, ...]:
 
 
 def _recall(call: MoECall) -> CheckedExperts | None:
-    """What :func:`require_experts` gave for this call's layer, where an earlier call brought the same objects and none of them
-    changed: most of a call's checks are of tensors that never do."""
+    """The result of :func:`require_experts` for this call's layer, if an earlier valid call had the same objects and
+    none of them changed; else None. Saves most of a call's checks, because a layer's tensors hardly ever change."""
     known = _remembered.get((id(call.fc1_expert_weights), call.moe_mode))
     if known is None or type(call.quant_scales) not in (list, tuple):
         return None
