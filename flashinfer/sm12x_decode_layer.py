@@ -42,7 +42,7 @@ class DecodeAttentionLayer:
     Parameters
     ----------
     kv_cache, rope_table, sinks, sm_scale, window_left, k_scale, v_scale, kv_layout, constant_cache, workspace_buffer
-        As in ``decode_attention``.
+        The same as in ``decode_attention``.
 
     Raises
     ------
@@ -70,7 +70,8 @@ class DecodeAttentionLayer:
         self._kv_cache, self._kv_layout = kv_cache, kv_layout
         self._tensors = workspace_buffer, rope_table, sinks
         self._numbers = window_left, HEAD**-0.5 if sm_scale is None else sm_scale, k_scale, v_scale, constant_cache
-        # What is traced has no addresses; whoever traces it computes, and checks, by the operator.
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
         self._checks = not is_traced((*split_cache(kv_cache, kv_layout), *self._tensors))
         if self._checks:
             self._require_cache()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' gpt-oss with its experts on ``cutlass_fused_moe``, weights left in MXFP4.
 
-All but the experts is transformers' own code. On the CPU the operator computes the same contract.
+Only the experts differ from transformers' own code. On the CPU the operator computes the same contract.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flashinfer.fused_moe import SM12xMoELayer
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
 
 ALPHA, LIMIT = 1.702, 7.0
-"""SwiGLU's, where the config does not have them: transformers 5.17 has them in the module of the experts."""
+"""SwiGLU's constants if the config lacks them: transformers 5.17 has them in its module of the experts instead."""
 
 
 class FlashInferExperts(torch.nn.Module):
-    """In place of transformers' ``GptOssExperts``: the same call, packed weights.
+    """Replaces transformers' ``GptOssExperts``: it takes the same call and keeps the weights packed.
 
     Parameters
     ----------
     config : GptOssConfig
-        For the activation's constants.
+        Holds the activation's constants.
     tensors : dict
-        The checkpoint's, by the names in :data:`NAMES`: blocks ``[E, rows, K / 32, 16]`` uint8, scales
-        ``[E, rows, K / 32]`` uint8, biases ``[E, rows]`` bf16; rows of ``gate_up_proj`` are gate and up in turn.
+        The checkpoint's tensors, by the names in :data:`NAMES`: blocks ``[E, rows, K / 32, 16]`` uint8, scales
+        ``[E, rows, K / 32]`` uint8, biases ``[E, rows]`` bf16; gate and up rows of ``gate_up_proj`` alternate.
     activations : str
         ``"a8"``: MXFP8 inside the layer (W4A8), ``"a16"``: bf16 (W4A16).
     """

@@ -67,12 +67,12 @@ def default_tactics(problem: MoEProblem, device: DeviceClass, all_sms: bool = Tr
 
 
 class Plan(NamedTuple):
-    """How calls of one problem run where nothing else is asked for.
+    """The tactics and workspace of calls of one problem.
 
     Attributes
     ----------
     tactics : tuple
-        The planner's, of FC1 and FC2.
+        Tactics of FC1 and FC2: the planner's, unless others are wanted.
     workspace : int
         Bytes of workspace.
     streamed : bool
@@ -85,7 +85,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | None = None) -> Plan:
-    """The plan of ``problem``, remembered by the backend; with ``wanted`` tactics (:func:`resolved_pair`) the plan of these."""
+    """The plan of ``problem``, which the backend remembers; or, without a memo, the plan of ``wanted`` tactics
+    (:func:`resolved_pair`)."""
     key = "moe plan", problem
     plan: Plan | None = backend.memo.get(key) if wanted is None else None
     if plan is None:

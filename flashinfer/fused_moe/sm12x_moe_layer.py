@@ -36,7 +36,7 @@ class SM12xMoELayer:
     fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, fc1_expert_biases, fc2_expert_biases, swiglu_alpha, \
 swiglu_beta, swiglu_limit, tp_size, tp_rank, ep_size, ep_rank, enable_alltoall, use_w4_group_scaling, use_mxfp8_act_scaling, \
 tune_max_num_tokens, activation_type, swizzled_input_sf
-        As in ``cutlass_fused_moe``.
+        The same as in ``cutlass_fused_moe``.
 
     Raises
     ------
@@ -80,7 +80,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
                 f"use_w4_group_scaling {use_w4_group_scaling!r}; it must be Swiglu, SwigluBias or SwigluStep, and a flag name "
                 "the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 or float16), or both"
             )
-        # As MoECall has them.
+        # In the order of MoECall's fields.
         self._experts: Any = (
             fc1_expert_weights,
             fc1_expert_biases,
@@ -94,7 +94,8 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         self._types: Any = int(activation_type), output_dtype
         ranks = tp_size, tp_rank, ep_size, ep_rank
         self._options: Any = swizzled_input_sf, *ranks, enable_alltoall, tune_max_num_tokens
-        # What is traced has no addresses; whoever traces it computes, and checks, by the operator.
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
         self._checks = not is_traced(self._experts)
         if self._checks:
             self._require_experts()

@@ -56,7 +56,7 @@ class Activation(NamedTuple):
 
     name: str
     defaults: dict[str, float]
-    """The arguments of ``cutlass_fused_moe`` that give each expert a number, and that number without them."""
+    """Arguments of ``cutlass_fused_moe`` that hold one parameter per expert, and its value when they are omitted."""
 
 
 _SWIGLU = Activation("Swiglu", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")})
@@ -66,12 +66,12 @@ ACTIVATIONS = {
     5: _SWIGLU,  # SwigluBias, Swiglu with its parameters by another name
     7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
 }
-"""By ``ActivationType``'s numbers."""
+"""The activations by the number of their ``ActivationType``."""
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
 class Mode(enum.IntEnum):
-    """Activations that MXFP4 weights are multiplied by; the numbers of the first three are the kernel module's."""
+    """Format of the activations that MMAs multiply; the kernel module knows the first three by the same numbers."""
 
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
@@ -92,7 +92,7 @@ INPUT_DTYPES = {
     Mode.AUTO: (torch.bfloat16,),
 }
 BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16, torch.float16)}
-"""By the output's dtype."""
+"""Allowed dtypes of biases, by the output's dtype."""
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
@@ -102,7 +102,7 @@ _QUANT_SCALES = {
 
 
 NVFP4 = BlockScales("E4M3", (torch.float8_e4m3fn,), NVFP4_SCALES.block)
-"""The block scales by whose dtype experts are NVFP4's; bytes without it are MXFP4's."""
+"""NVFP4's block scales; :func:`weights_of` tells NVFP4 experts from MXFP4 ones by their dtype."""
 
 
 class MoECall(NamedTuple):
@@ -197,7 +197,8 @@ def select_mode(
 
 
 def weights_of(mode: Mode, quant_scales: Any) -> str:
-    """The format of the experts: NVFP4 in W4A16 with four scales, of which a matrix's block scales are float8_e4m3fn."""
+    """The format of the experts: NVFP4 in W4A16 with four scales if a matrix's block scales are float8_e4m3fn, else
+    MXFP4."""
     if mode is Mode.W4A16 and isinstance(quant_scales, (list, tuple)) and len(quant_scales) == 4:
         of_blocks = (getattr(scales, "dtype", None) for scales in quant_scales[::2])
         return "nvfp4" if any(dtype in NVFP4.dtypes for dtype in of_blocks) else "mxfp4"
@@ -357,7 +358,7 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
 
 
 class CheckedExperts(NamedTuple):
-    """What a layer's calls have in common, once its weights were checked."""
+    """Sizes and formats of a layer whose weights were checked; all its calls share them."""
 
     device: torch.device
     num_local_experts: int
@@ -367,11 +368,11 @@ class CheckedExperts(NamedTuple):
     num_experts_total: int
     weights: str
     spans: tuple[Span, ...] = ()
-    """Where the tensors of :func:`expert_tensors` lie."""
+    """Ranges of memory of the tensors of :func:`expert_tensors`."""
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
-    """Check what of a call is its layer's: weights, scales, biases, the activation and its parameters, ranks."""
+    """Check the arguments that belong to the layer: weights, scales, biases, activation and its parameters, ranks."""
     return _check_parameters(call, _check_weights(call, device))
 
 
@@ -414,7 +415,7 @@ _options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
 )
 """The arguments that :func:`require_experts` checks and that are no tensors."""
 _remembered: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
-"""By the identity of FC1's weights and the mode: the experts of calls that were valid."""
+"""The experts of valid calls, by the identity of FC1's weights and the mode."""
 _MOST_REMEMBERED = 1024
 
 
@@ -425,8 +426,8 @@ def expert_tensors(call: MoECall) -> tuple[torch.Tensor | None, ...]:
 
 
 def _recall(call: MoECall) -> CheckedExperts | None:
-    """What :func:`require_experts` gave for this call's layer, where an earlier call brought the same objects and none of them
-    changed: most of a call's checks are of tensors that never do."""
+    """The result of :func:`require_experts` for this call's layer, if an earlier valid call had the same objects and
+    none of them changed; else None. Saves most of a call's checks, because a layer's tensors hardly ever change."""
     known = _remembered.get((id(call.fc1_expert_weights), call.moe_mode))
     if known is None or type(call.quant_scales) not in (list, tuple):
         return None

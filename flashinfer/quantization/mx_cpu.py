@@ -104,7 +104,7 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _to_int8(scaled: torch.Tensor) -> torch.Tensor:
-    """In 64ths; NaN is 0."""
+    """Codes of MXINT8: 64ths of the value, NaN as 0."""
     return (64.0 * scaled).round().clamp(-128.0, 127.0).nan_to_num(nan=0.0).to(torch.int8)
 
 
@@ -362,7 +362,7 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
 
 
 class Elements(NamedTuple):
-    """How the elements in a format's blocks are rounded and packed."""
+    """Rounding and packing of the elements of a format's blocks."""
 
     round: Callable[[torch.Tensor], torch.Tensor]
     """Values over their scales, float32 without NaN, to the nearest elements."""
@@ -386,7 +386,7 @@ INT8 = Elements(lambda scaled: _to_int8(scaled).float() / 64.0, lambda blocks: _
 
 def _four_element_table(device: torch.device) -> torch.Tensor:
     """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
-    # On the CPU whatever torch's default device is: a later call's is another.
+    # On the CPU explicitly: torch's default device may be another one, and may differ between calls.
     nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device="cpu")
     pair = torch.arange(65536, device="cpu")
     values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)

@@ -50,7 +50,7 @@ def padded_scales(rows: int, blocks: int) -> tuple[int, int]:
 
 
 def has_no_shape(tensor: torch.Tensor) -> bool:
-    """Whether asking for its shape raises torch's own words: nested, or a parameter that is not initialized."""
+    """Whether torch raises an error of its own if asked for the shape: nested tensors, uninitialized parameters."""
     return tensor.is_nested or isinstance(tensor, UninitializedTensorMixin)
 
 
@@ -79,7 +79,7 @@ def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str
     Raises
     ------
     TypeError
-        Not an integer; what Python takes as an index is one, so that ``True`` is 1.
+        Not an integer. Anything that Python takes as an index is one, so ``True`` is 1.
     ValueError
         Out of bounds.
     """
@@ -220,9 +220,9 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
 
 
 def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINTER_ALIGNMENT) -> bool:
-    """Whether a tensor is contiguous, on ``device``, aligned and in memory, told in the fewest steps.
+    """Whether a quick check shows that a tensor is contiguous, on ``device``, aligned and in memory.
 
-    Where it is not told, :func:`require_tensor` knows what is wrong, or that nothing is.
+    False may also mean that the quick check cannot tell; :func:`require_tensor` then decides.
     """
     try:
         start, storage = tensor.data_ptr(), tensor.untyped_storage()
@@ -239,9 +239,9 @@ def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINT
 
 
 def is_held(tensor: torch.Tensor, size: int, alignment: int = POINTER_ALIGNMENT) -> bool:
-    """Whether memory holds the ``size`` bytes from a tensor's first on, aligned, told in the fewest steps.
+    """Whether a quick check shows that the tensor's storage holds ``size`` bytes from its first element on, aligned.
 
-    Where it is not told, :func:`require_memory` knows what is wrong, or that nothing is.
+    False may also mean that the quick check cannot tell; :func:`require_memory` then decides.
     """
     try:
         start, storage = tensor.data_ptr(), tensor.untyped_storage()
@@ -287,10 +287,10 @@ def require_tensor(
 
 
 class Unchanged:
-    """Tensors that passed their checks; :meth:`holds` tells in few steps that the same ones would pass again.
+    """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps no tensor alive, and knows objects, not addresses alone: what ``tensor.data = other`` or a storage that was
-    resized puts behind one, which moves it, is seen at the next question.
+    It keeps weak references to the objects and their addresses: ``tensor.data = other`` or a resized storage moves a
+    tensor, and the next :meth:`holds` sees its new address.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
@@ -300,7 +300,7 @@ class Unchanged:
         ]
 
     def holds(self, *tensors: torch.Tensor | None) -> bool:
-        """Whether these are the tensors, each where it was, of the same shape, strides and dtype, without the negative
+        """Whether these are the same tensors, each with its former address, shape, strides and dtype, and no negative
         bit."""
         if len(tensors) != len(self._known):
             return False
@@ -375,18 +375,18 @@ def require_scales(
 
 
 Span = tuple[int, int]
-"""Of memory: the first address, and that behind the last byte."""
+"""A range of memory: its first address, and one past its last."""
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """Where a tensor lies."""
+    """The range of memory from a tensor's first byte to its last."""
     start = tensor.data_ptr()
     return start, start + _bytes(tensor)
 
 
 def spans_meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether one of ``some`` has a byte of one of ``others``. If none has, no argument overlaps; if one has, its elements may
-    still lie apart (:func:`require_apart`)."""
+    """Whether one of ``some`` shares a byte with one of ``others``. If not, no arguments overlap; if so, their elements
+    may still lie apart, which :func:`require_apart` finds out."""
     return any(first < end and start < last for first, last in some for start, end in others)
 
 
@@ -401,7 +401,7 @@ def are_apart(spans: Sequence[Span], written: int) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """From the first byte to the one behind the last."""
+    """Bytes from a tensor's first byte to its last, gaps included."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -456,7 +456,8 @@ def require_apart(
 
 
 def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether two elements of ``width`` bytes, of tensors ``distance`` bytes apart with these extents and strides, overlap."""
+    """Whether an element of one tensor overlaps one of another that lies ``distance`` bytes further and has the same
+    extents and strides (``dims``, in bytes); elements have ``width`` bytes."""
     if not dims:
         return abs(distance) < width
     (extent, stride), rest = dims[0], dims[1:]
@@ -469,7 +470,8 @@ def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:
 def strides_overlap(tensor: torch.Tensor) -> bool:
     """Whether two elements of a strided tensor may share memory, as those of an expanded one do.
 
-    Exact where each dimension's stride is at least the span of those with smaller ones; elsewhere the answer is yes.
+    Exact if each dimension's stride is at least the span of the dimensions with smaller strides; otherwise the answer
+    is yes.
     """
     span = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -481,7 +483,7 @@ def strides_overlap(tensor: torch.Tensor) -> bool:
 
 
 def elements_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and one set of strides, whose elements lie apart, share memory."""
+    """Whether two tensors of the same shape and strides share memory; within each tensor elements do not overlap."""
     width = first.element_size()
     dims = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
     in_bytes = [(extent, stride * width) for stride, extent in dims if extent > 1]  # other strides mean nothing

@@ -24,8 +24,8 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
 
 
 Activation = Literal["gpt-oss", "clamp", "step", "plain"]
-"""The activation of a layer's gate and up rows. In this order: with alpha, beta, limit and biases; Swiglu with a limit
-alone; SwigluStep; Swiglu alone."""
+"""A layer's activation. gpt-oss: Swiglu with alpha, beta, limit and biases; clamp: Swiglu with a limit only; step:
+SwigluStep; plain: Swiglu."""
 
 
 class MoELayer(NamedTuple):
@@ -77,7 +77,8 @@ class Model:
         }
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer's attention sees :attr:`window` tokens only: every other one, from the first."""
+        """Whether a layer's attention sees only :attr:`window` tokens, as every other layer's does from the first
+        on."""
         return layer % 2 == 0
 
     def split(self, ranks: int) -> Model:

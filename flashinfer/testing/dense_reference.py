@@ -256,5 +256,5 @@ def normed_dense_reference(
 
 
 def _overflows(rows: torch.Tensor) -> torch.Tensor:
-    """Whether a row has a number that float32 has not."""
+    """Whether a row has a finite number that exceeds float32."""
     return (torch.isfinite(rows) & torch.isinf(rows.float())).any(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a float32 implementation may lie from the float64 reference, element by element.
+"""Bounds on the distance of a float32 implementation from the float64 reference, element by element.
 
 Every function returns, beside a float64 value ``v``, a bound ``e`` such that a float32 implementation of the contract
 computes something within ``[v - e, v + e]``.  The bounds are worst cases, not estimates: no test tolerance is left to
@@ -7,8 +7,8 @@ choose.  An infinite bound means that float32 can overflow there, so that the co
 
 Dot products of float32 additions
 ---------------------------------
-With ``u`` the relative error of one float32 addition and ``n`` the number of additions on the longest path of a term
-through the sum, in whatever order, ``|computed - exact| <= gamma * sum |x_k w_k|`` with
+Let ``u`` be the relative error of one float32 addition and ``n`` the number of additions on the longest path of a term
+through the sum.  For any order of additions, ``|computed - exact| <= gamma * sum |x_k w_k|`` with
 ``gamma = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).  The products
 themselves are exact: an e4m3 or bf16 significand times an e2m1 significand has at most 10 bits, and block scales are
 powers of two.
@@ -23,23 +23,24 @@ least :data:`STEP` products into steps, and for partial sums added in float32, a
 
 Write ``A`` for ``sum |x_k w_k|``, ``S`` for the number of steps and ``e`` for the bound.
 
-1. An accumulator is the exact sum of some of the products, off by at most ``e``: ``|c| <= R + e``.  In any order, ``R`` is
-   the larger one of the sums of the positive and of the negative products.  Where products are added along K, so that
-   what an accumulator holds is a contiguous range of blocks and a part of one more, ``R`` is at most the difference of the
-   largest and the smallest sum of the first blocks, and the magnitudes of one block.  So it is in these kernels, whose
-   warps and blocks split K into ranges; the router's warps take turns.
+1. An accumulator is the exact sum of some of the products, off by at most ``e``: ``|c| <= R + e``.  In any order, ``R``
+   is the larger one of the sums of the positive and of the negative products.  If products are added along K, an
+   accumulator holds a contiguous range of blocks and a part of one more.  ``R`` is then at most the difference of the
+   largest and the smallest prefix sum over blocks, plus the magnitudes of one block.  This holds for these kernels,
+   whose warps and blocks split K into ranges; it does not for the router, whose warps take turns along K.
 2. A step's exponent is that of a product or of the accumulator.  A subnormal element counts with the least exponent of its
    format, up to 3 above its own for e4m3, 2 for e5m2, 1 for e2m1.  So ``E <= T``, the
    exponent of ``R + e`` or the sum of the largest exponents of the two rows.
-3. With the ``q`` of ``T`` a product loses less than ``q``, and no more than itself; and it loses nothing where ``q`` is
-   at most its lowest set bit ``g_k``, so at most ``q min(1, q / g_k)`` in any case.  All of them lose at most the least of
-   ``K q``, ``q^2 sum 1 / g_k`` and ``A``.  A token element that is itself known to within an interval has at least the
-   lowest bit of its format's values at the interval's smaller end; where that is 0, its products are charged ``q``.
+3. Take the ``q`` of ``T``.  A product loses less than ``q`` and at most itself.  It loses nothing if ``q`` is at most
+   its lowest set bit ``g_k``, so it loses at most ``q min(1, q / g_k)`` in any case.  All products together lose at
+   most the least of ``K q``, ``q^2 sum 1 / g_k`` and ``A``.  A token element that is only known to lie in an interval
+   has at least the lowest bit of its format's values at the interval's smaller end; if that end is 0, its products are
+   charged ``q``.
 4. Each step cuts the accumulator by less than ``q`` and the sum by less than ``2^(T - min(F, 23))``.
 5. Each addition in float32 costs at most ``2^-24 (R + e)``.
 
-``e`` is the sum of 3, 4 and 5.  It stands on both sides: ``T`` is raised until the exponent of ``R + e`` does not exceed
-it.  If it always does, nothing is bounded and the result is infinite.
+``e`` is the sum of 3, 4 and 5, and ``T`` depends on ``e``: ``T`` is raised until the exponent of ``R + e`` does not
+exceed it.  If it always does, there is no bound and the result is infinite.
 
 Exact sums
 ----------
@@ -101,7 +102,7 @@ _MOST_ROUNDS = 64  # of raising T
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How an implementation forms dot products.
+    """An implementation's way of adding up dot products.
 
     Attributes
     ----------
@@ -112,7 +113,7 @@ class Accumulation:
     sum_bits: int | None = None
 
     def gamma(self, k: int) -> float:
-        """Error of a sum of ``k`` terms over the sum of their magnitudes, whatever they are."""
+        """The worst error of a sum of ``k`` terms, relative to the sum of their magnitudes."""
         if self.sum_bits is None:
             error = k * FLOAT32_ROUNDOFF
         else:
@@ -123,7 +124,7 @@ class Accumulation:
 
 ANY_ORDER = Accumulation()
 TENSOR_CORE = Accumulation(min(SM120_SUM_BITS.values()))
-"""An SM120's, as it was measured, whichever of its MMAs multiplies."""
+"""An SM120's, as measured: the fewest bits that any of its MMAs keeps."""
 
 
 def _power_below(values: torch.Tensor) -> torch.Tensor:
@@ -199,12 +200,12 @@ def dot_error(
     x, w : Operand
         ``[m, K]`` and ``[n, K]``.
     accumulation : Accumulation
-        How products are added.
+        The implementation's way of adding products.
     x_error : torch.Tensor, optional
-        ``[m, K]``: what is multiplied is any value of the format so near to ``x``.  The bound is on the error of that
-        product, not on its distance to ``x @ w.T``.
+        ``[m, K]``: the implementation multiplies values of the format that differ from ``x`` by at most this.  The
+        bound is on the error of their product, not on its distance to ``x @ w.T``.
     along_k : bool
-        Whether tensor cores' partial sums are those of contiguous ranges of K.
+        Whether each partial sum of the tensor cores covers a contiguous range of K.
     """
     known = x.lowest.amin(-1)  # divides all values of a row
     if x_error is not None:
@@ -313,18 +314,19 @@ def check_within_bound(actual: torch.Tensor, reference: torch.Tensor, bound: tor
     """Assert that ``actual`` is the rounding to its dtype of something within ``bound`` of ``reference``.
 
     Rounding is monotone, so the ends of the interval are rounded and compared, and no tolerance for the output dtype is
-    needed.  Where ``reference`` is NaN ``actual`` must be; where ``bound`` is infinite nothing is asked.
+    needed.  If ``reference`` is NaN, ``actual`` must be NaN; if ``bound`` is infinite, any value passes.
 
     Returns
     -------
     float
-        The largest distance from the reference over the bound plus half a unit in the last place: how much of the room
-        was used, at most about 1.
+        The largest share of the allowed distance that was used, at most about 1: the distance from the reference over
+            the
+        bound plus half a unit in the last place.
 
     Raises
     ------
     BoundViolation
-        With the number of elements outside, and the worst one.
+        Elements lie outside; the message gives their number and the worst one.
     """
     if actual.shape != reference.shape:
         raise BoundViolation(f"{what}: shape {tuple(actual.shape)}, expected {tuple(reference.shape)}")

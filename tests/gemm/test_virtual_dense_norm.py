@@ -54,7 +54,7 @@ def check(
 
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: row.name)
 def test_an_instance(device: VirtualDevice, row: Instance) -> None:
-    """As long a K as its warps share, less three blocks; a whole tile of tokens and one less."""
+    """K is three blocks shorter than the most that the warps share; tokens fill the tile, or leave one row free."""
     k = row.longest_k - 96
     check(
         device,

@@ -49,8 +49,8 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-# Keeping a clock for each thread takes three times as long: each kind of kernel has it in some of its tests, those that are
-# marked so. In all of them with this variable, which is too long for every change.
+# The race watcher keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
+# some for each kind of kernel. With this variable all tests do, which is too slow for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
 STREAMED = [instance for instance in INSTANCES if instance.streamed]
@@ -151,8 +151,8 @@ def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
 def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
-    """In one of its forms the input makes long rounds; the others differ in how rows and scales are fetched, and their last
-    word of scales has two blocks instead of three or one."""
+    """One form of input has a long K. The others differ in how rows and scales are fetched, and their last word of
+    scales has two blocks instead of three or one."""
     case = layer(instance, mode, swizzled_input_sf=swizzled)
     if mode != 0 or not swizzled:
         case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=320, inter=192)

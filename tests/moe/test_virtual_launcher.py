@@ -265,8 +265,8 @@ def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     assert not out.isnan().any()
 
 
-# The prologue would prepare the first tokens, and zero their outputs, for minutes. What it leaves out is 0 here: a token's
-# count of slots that are served elsewhere.
+# The prologue would take minutes to prepare all tokens and zero their outputs. It may skip them here, because the
+# counts of slots served elsewhere, which it would write, are 0.
 FEW_PREPARED: Changes = ((LAUNCHER, "prologue.num_tokens = s.num_tokens;", "prologue.num_tokens = 1;"),)
 LAUNCH_FC1 = "  if (const cudaError_t error = a.fc1_instance->fc1("
 ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),)

@@ -31,7 +31,7 @@ from flashinfer.sm12x.checks import Unchanged
 
 
 def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as in a process that has seen no experts yet."""
+    """``function`` that forgets all experts before each call, as if it saw them for the first time."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
     @property
     def function(self) -> Callable[..., Any]:
-        """That checks everything in each call."""
+        """The function that the method stands for; it checks everything in each call."""
         return _afresh(moe_step) if self.made is SM12xMoELayer else OPERATORS[self.operator][0]
 
     def make(self) -> Arguments:
@@ -107,7 +107,7 @@ LAYERS = {
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outcomes have the same error, or the same bits."""
-    # A MoE layer that is made knows no input: of the two W4A8 modes, whose scales are the same, it names the first.
+    # A MoE layer has no input when it is made. The two W4A8 modes take the same scales, and its error names the first.
     kinds = [
         (kind, text.replace("HALF_INPUT takes the 4", "MXFP8_INPUT takes the 4")) for kind, text, _ in (one, other)
     ]
@@ -136,7 +136,8 @@ def test_smoke() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
 def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
-    """With each argument wrong in each way; ``reused``: those of a call, of one object that saw all calls before."""
+    """Each argument is wrong in each way. ``reused``: only arguments of a call change, and one object gets all
+    calls."""
     layer = LAYERS[name]
     own = layer.make()
     same = layer.of(own) if reused else layer.once()
@@ -255,7 +256,7 @@ MOE = ["MoE 0", "MoE 1", "MoE 2"]
 
 @pytest.mark.parametrize("name", MOE)
 def test_a_function_that_knows_its_experts_says_and_computes_the_same(name: str) -> None:
-    """With each argument wrong in each way, beside the very objects of a right call."""
+    """Each argument is wrong in each way, while the others are the same objects as in a valid call."""
     function, make = OPERATORS[name]
     own, different, tried, refused = make(), [], 0, 0
     for named, what, change in changes(function, make):

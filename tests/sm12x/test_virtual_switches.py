@@ -137,7 +137,7 @@ def test_experts_around_the_lanes_of_a_warp(device: VirtualDevice, row: Instance
 
 
 def operands(form: str) -> list[Format]:
-    """As what GEMMs multiply tokens beside such weights."""
+    """The types in which GEMMs multiply tokens by such weights."""
     return sorted({row.operand for row in DENSE_INSTANCES if row.weights == form and not row.streamed})
 
 
@@ -174,7 +174,7 @@ def test_tokens_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice,
 
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_tokens_at_which_the_weights_are_dequantized(device: VirtualDevice, form: str) -> None:
-    """On the CPU here, in whose place a GPU has cuBLAS; and many tiles of a GEMM in front of it."""
+    """Beyond the switch the CPU computes here, where a GPU would use cuBLAS; below it a GEMM runs many tiles."""
     n, k = 8, 32
     switches = changes_of(lambda m: choose(form, m, n, k) is None, range(1, 5000))
     assert len(switches) == 1

@@ -21,7 +21,7 @@ from tests.test_helpers.mx_formats import (
 class Layer:
     """A layer and its batch: tokens in float32, linear scales, and arguments of cutlass_fused_moe that every mode has.
 
-    With NVFP4 weights the scales are float8_e4m3fn, of 16 elements, and each GEMM has a scale for each expert.
+    NVFP4 weights have float8_e4m3fn scales of 16 elements each, and each GEMM has one more scale per expert.
     """
 
     x: torch.Tensor
@@ -42,7 +42,8 @@ class Layer:
         return blocks.view(rows, -1) * self.global_scales[index - 1][expert].double()
 
     def arguments(self, mode: str) -> dict[str, Any]:
-        """Of cutlass_fused_moe: W4A8 of MXFP8 tokens ("mxfp8") or of such as are quantized inside ("half"), or W4A16 ("bf16")."""
+        """Arguments of cutlass_fused_moe: W4A8 with MXFP8 tokens ("mxfp8") or with tokens that it quantizes ("half"),
+        or W4A16 ("bf16")."""
         given = {**self.named, "input": self.x.to(torch.bfloat16), "output_dtype": torch.bfloat16}
         if self.global_scales is not None:
             pairs = zip((self.fc1_sf, self.fc2_sf), self.global_scales, strict=True)
@@ -119,6 +120,6 @@ def assert_layer(out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, la
         share = layer.named["token_final_scales"][token, slot].double().unsqueeze(1)
         expected.index_add_(0, token, share * (act @ w2.T + fc2_bias[expert]))
         magnitude.index_add_(0, token, share * (act.abs() @ w2.abs().T + fc2_bias[expert].abs()))
-    # Of activations the rounding to bfloat16, or the e4m3 that a float32 sum and a float64 one round to different
+    # Covers the rounding of activations to bfloat16, or to e4m3, where float32 and float64 sums may round to different
     # neighbours.
     assert_close(out, expected, 2.0**-8 * magnitude + 1e-6)
