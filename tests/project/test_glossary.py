@@ -296,6 +296,7 @@ def test_the_sources_that_python_renders_know_the_k_block_and_the_places_of_e5m2
 
 class Word(NamedTuple):
     word: str
+    means: str
     cxx: list[str]
     python: list[str]
     not_said: list[str]
@@ -308,7 +309,7 @@ def glossary(page: str) -> list[Word]:
         [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:2] == "| "
     )
     assert header == ["word", "means", "in C++", "in Python", "not"]
-    return [Word(row[0], *(re.findall(r"`([^`]+)`", cell) for cell in row[2:])) for row in rows]
+    return [Word(row[0], row[1], *(re.findall(r"`([^`]+)`", cell) for cell in row[2:])) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +339,10 @@ def wrong_words(words: list[Word], cxx: Cxx, python: Mapping[str, Module], code:
         ours = {name: value for name in word.python for value in numbers_of(name, python) or []}
         if ours and (not numbers or len({*numbers.values(), *ours.values()}) != 1):
             wrong.append(f"{word.word}: {numbers} {ours}")
+        means = {
+            int(number.replace(",", "")) for number in re.findall(r"\b\d[\d,]*\b", word.means.replace("four", "4"))
+        }
+        wrong += [f"{word.word}: {name} is {value}" for name, value in numbers.items() if value not in means]
     return wrong
 
 
@@ -421,13 +426,14 @@ def test_a_word_that_drifts_is_seen() -> None:
     cpp, code = read_cxx(["constexpr int kBlock = 32;"]), "constexpr int kBlock = 32; int block;"
     module = "BLOCK = 32\n\n\nclass Row:\n    block: int\n"
     words = glossary(page)
-    assert words == [Word("block", ["kBlock", "block"], ["a.BLOCK", "Row.block"], ["32-block"])]
+    assert words == [Word("block", "32", ["kBlock", "block"], ["a.BLOCK", "Row.block"], ["32-block"])]
     assert wrong_words(words, cpp, {"a.py": read_python(module)}, code) == []
     for text, source, renamed in (
         (page, module.replace("32", "16"), code),
         (page, module.replace("block:", "blocks:"), code),
         (page, module, code.replace("int block", "int a_block")),
         (page.replace("`kBlock`", "`kBlocks`"), module, code),
+        (page.replace("| 32 |", "| 16 |"), module, code),
     ):
         assert len(wrong_words(glossary(text), cpp, {"a.py": read_python(source)}, renamed)) >= 1
     assert said("// the 32-block of a lane", words) == ["32-block"]
