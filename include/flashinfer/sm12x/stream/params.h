@@ -86,7 +86,7 @@ struct StreamShape {
   static constexpr int kBlockBytes = block_bytes(kWeights);
   static constexpr int kKBlockBytes = k_block_bytes(kWeights);
   static constexpr int kScaleWords = scale_words_of_k_block(kWeights);
-  // MXFP6's scale blocks have two planes; the first is laid out as MXFP4 is.
+  // MXFP6's K blocks have two planes; the first is laid out as MXFP4 is.
   static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
   static constexpr int kFirstPlaneBytes = kTwoPlanes ? kNibbleBytes : kBlockBytes;  // of a scale block
 
@@ -206,9 +206,8 @@ struct DenseParams {
   int stage_bytes;
 };
 
-constexpr int kStreamPairs = 1024;  // (token, slot) pairs of a launch
-
-constexpr int kFewPairs = 32;  // most pairs of a launch that one warp routes, a lane each
+constexpr int kStreamPairs = 1024;  // most (token, slot) pairs of a launch
+constexpr int kFewPairs = 32;       // most pairs that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
 struct RouterLogits {
@@ -219,8 +218,7 @@ struct RouterLogits {
 
 struct StreamedLayerParams {
   StreamedGemm gemm[2];  // FC1: up rows, then gate rows
-  const uint8_t*
-      tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: [K blocks][num_tokens][kPackedRowBytes] (rows/load.cuh)
+  const uint8_t* tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: packed, [K blocks][num_tokens][kPackedRowBytes]
   const int32_t* ids;  // [pairs] global expert ids
   const float* routing_weights;  // [pairs] or null: 1
   RouterLogits router;  // in place of ids and routing_weights, for kFewPairs at most
