@@ -171,7 +171,8 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int row_elements(Element element, int byt
 //   pairs      s e1: of element 16 h + 8 e + i (e = 0, 1; i < 8), e1 is bit 8 (i / 2) + r and s bit 8 (i / 2) + 7 + r
 //              (mod 32) of 32-bit word h, r = 4 e + 2 (i % 2)
 //
-// Rotated right by r, a word of pairs has in each byte the two bits that complete a nibble of four of the elements.
+// Rotated right by r, a word of pairs has in each byte the two bits that one element's nibble lacks: four elements at
+// a time.
 constexpr int kNibbleBytes = 16, kPairBytes = 8;  // of a scale block
 
 // Whether lane t of a quad takes elements 8t..8t + 7 of a scale block as an MMA's operand ("eights"); other formats

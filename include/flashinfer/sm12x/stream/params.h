@@ -207,7 +207,7 @@ struct DenseParams {
 };
 
 constexpr int kStreamPairs = 1024;  // most (token, slot) pairs of a launch
-constexpr int kFewPairs = 32;       // most pairs that one warp routes, a lane each
+constexpr int kFewPairs = 32;  // most pairs that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
 struct RouterLogits {
