@@ -115,7 +115,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
-    block = FORMATS[row.weights].scale_block
+    block = FORMATS[row.weights].elements_per_scale
     assert block is not None
     weights = ROW_TILE * (row.k_tile / 2 + row.k_tile / block)
     row_bytes = row.k_tile + scales if row.operand == "mxfp8" else 2 * row.k_tile

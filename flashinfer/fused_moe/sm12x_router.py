@@ -26,7 +26,7 @@ from ..sm12x.operator import define, is_traced
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
-K_STEP = 8
+K_STEP = 8  # kRouterVector
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 

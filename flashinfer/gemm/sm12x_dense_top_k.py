@@ -15,7 +15,7 @@ from ..sm12x.operator import define, is_traced
 from .sm12x_dense import format_of, run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
 
-MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
+MAX_TOP_K = 8  # kMaxRowTopK in rows/top_k.cuh
 
 
 class LargestOutputs(NamedTuple):

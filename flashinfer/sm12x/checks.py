@@ -45,7 +45,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_scales(rows: int, blocks: int) -> tuple[int, int]:
-    """Rows and K-blocks of the 128x4 layout that holds the scales of ``rows`` rows and ``blocks`` K-blocks."""
+    """Rows and scales a row of the 128x4 layout that holds the scales of ``rows`` rows and ``blocks`` scale blocks."""
     return round_up(rows, 128), round_up(blocks, 4)
 
 
@@ -335,7 +335,7 @@ def require_read_ahead(value: Any, device: torch.device) -> None:
 
 
 def swizzled_size(rows: int, blocks: int) -> int:
-    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
+    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` scale blocks."""
     padded_rows, padded_blocks = padded_scales(rows, blocks)
     return padded_rows * padded_blocks
 

@@ -17,10 +17,10 @@ import functools
 from typing import Literal, NamedTuple
 
 ROW_TILE = 128
-MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
-IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themselves
+MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
+IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
 
-STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
+STREAM_PAIRS = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
 """Formats of tokens: those that activations may be rounded to and MMAs multiply."""
@@ -32,8 +32,8 @@ class ElementFormat(NamedTuple):
     element: str
     """The name in ``sm12x/types.h``."""
     bits: int
-    scale_block: int | None
-    """Elements that share a scale; None: no scales."""
+    elements_per_scale: int | None
+    """16 or 32; None: no scales."""
     mma: str | None = None
     """The kind of SM12x's MMA that takes tokens of the format with their scales."""
 
@@ -157,7 +157,7 @@ class Instance:
 
     def takes(self, num_rows: int, hidden: int, inter: int) -> bool:
         """Whether the row computes a MoE layer of these sizes; ``num_rows`` is tokens x top_k."""
-        return not self.streamed or (num_rows <= STREAM_ENTRIES and max(hidden, inter) <= self.longest_k)
+        return not self.streamed or (num_rows <= STREAM_PAIRS and max(hidden, inter) <= self.longest_k)
 
 
 _BF16 = (

@@ -19,7 +19,7 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
     if weights == "q8_0":
         return rows * k // SCALE_BLOCK * (SCALE_BLOCK + 2)
     elements = FORMATS[weights]
-    blocks = -(-k // elements.scale_block // 4) * 4 if elements.scale_block else 0
+    blocks = -(-k // elements.elements_per_scale // 4) * 4 if elements.elements_per_scale else 0
     return rows * elements.row_bytes(k) + -(-rows // 128) * 128 * blocks
 
 

@@ -225,7 +225,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         scales = with_nan_padding(inputs.input_sf.view(tokens + -tokens % 128, -1), tokens, blocks)
         inputs = dataclasses.replace(inputs, input_sf=scales)
         places.append(("input_sf", "input_sf", swizzled_place(scales, tokens, blocks, (token, any_of(blocks)))))
-    for what, name, rows, first, k_blocks in (
+    for what, name, rows, first, scale_blocks in (
         ("up", "fc1", inter, 0, fc1_blocks),
         ("gate", "fc1", inter, inter, fc1_blocks),
         ("FC2", "fc2", hidden, 0, fc2_blocks),
@@ -233,7 +233,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         row = any_of(rows, first)
         scales = getattr(inputs, f"{name}_scales")
         place = swizzled_place(
-            scales, 2 * inter if name == "fc1" else hidden, k_blocks, (expert, row, any_of(k_blocks))
+            scales, 2 * inter if name == "fc1" else hidden, scale_blocks, (expert, row, any_of(scale_blocks))
         )
         places += [
             (f"a scale of {what}", f"{name}_scales", place),

@@ -161,7 +161,7 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_amax(values: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each 32-block of ``[..., K]``, NaN left out; ``[..., ceil(K / 32)]``."""
+    """Largest magnitude of each scale block of ``[..., K]``, NaN left out; ``[..., ceil(K / 32)]``."""
     k = values.shape[-1]
     padded = torch.nn.functional.pad(values.abs().nan_to_num(nan=0.0, posinf=torch.inf), (0, -k % BLOCK))
     return padded.unflatten(-1, (-1, BLOCK)).amax(-1)

@@ -222,7 +222,7 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
         assert torch.equal(first, second)
 
 
-# Bytes of a token with k = 416: bfloat16 in whole words of 128; e4m3, and scales in words of four; what the caller has not.
+# Bytes of a token with k = 416: bfloat16 in whole K blocks; e4m3, and scales in words of four; what the caller has not.
 @pytest.mark.parametrize(
     ("name", "tokens", "bytes_of_token"),
     [("dense_mxfp4_m64_gemm", tokens, 1024) for tokens in ("bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")]

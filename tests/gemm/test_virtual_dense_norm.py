@@ -65,7 +65,7 @@ def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     check(device, DenseCase(row.token_tile - 1, 72, k, row.weights), 2, adds=False, tactic=row.name)
 
 
-# One group of warps and several, slices of a unit, one block of 32, parts of a word; one token and some.
+# One group of warps and several, slices of a unit, one scale block, parts of a K block; one token and some.
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 5120, 2880), (1, 40, 32), (3, 300, 160), (5, 64, 2048), (8, 130, 416)], ids=str
 )

@@ -13,7 +13,7 @@ from . import build as engine
 from .inspect_sass import KernelCode, inspect
 from .spec import JitSpecSm12x
 
-_STREAM_EPILOGUE_WARPS = 4  # include/flashinfer/sm12x/stream/params.h
+STREAM_EPILOGUE_WARPS = 4  # kEpilogueWarps in stream/params.h
 _RESERVED_SHARED = 1024  # the driver reserves so much in each block and counts it as static shared memory
 
 
@@ -83,7 +83,7 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     if instance.streamed:
-        schedule, threads = "streamed", 32 * (instance.mma_warps + _STREAM_EPILOGUE_WARPS)
+        schedule, threads = "streamed", 32 * (instance.mma_warps + STREAM_EPILOGUE_WARPS)
     else:
         schedule, threads = ("8-warp", 288) if instance.token_tile == 128 else ("multi-block", 160)
     return InstanceRow(
