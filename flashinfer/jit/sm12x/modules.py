@@ -117,7 +117,7 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     """Whether half-precision MMAs replace a kind of block-scaled MMA.
 
     They do on a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`. An SM120 keeps enough: others
-    measured 20 bits. In half precision each block of 32 is summed from zero, and the blocks are added in float32.
+    measured 20 bits. In half precision each scale block is summed from zero, and their sums are added in float32.
     Streamed layers multiply in bf16 anyway; the switch changes pairs of GEMMs and the grouped GEMM, and has the planner
     of dense layers pass over GEMMs of that kind. It is read when a module is first used.
 
