@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent
 NAME = "flashinfer_sm12x"
 # Only the headers of a CUTLASS checkout in 3rdparty/ are needed.
 SHIPPED = (
-    # At the top, because pip's uninstaller leaves folders that hold nothing but folders.
+    # These lie at the package's top, because pip's uninstaller does not remove a folder that holds only folders.
     "LICENSE",
     "NOTICE",
     "flashinfer/**/*",

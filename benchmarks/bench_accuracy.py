@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formats and modes cost in accuracy on a trained language model, beside the tokens/s that they bring.
+"""Accuracy lost and tokens/s gained by each format and mode, on a trained language model.
 
     python benchmarks/bench_accuracy.py                                  # SmolLM2-135M: 15 minutes of two cores at most
     python benchmarks/bench_accuracy.py --model ~/gpt-oss-20b            # a checkpoint's folder, or a GGUF file
     python benchmarks/bench_accuracy.py --text notes.txt --choices "spark;spark-mxfp8;qkv=mxfp8,o=mxfp8,lm_head=mxfp4"
 
-The model reads text. For each choice its next token's distribution is compared with its own without quantization: the mean
-of the KL divergence in nats and its 99th percentile, with 95 % bootstrap intervals over windows of text, how often the most
-likely token stays the same, and the perplexity. Beside them stand the bytes of a gpt-oss-120b token and its tokens/s on a
-GB10 as ``bench_token.py --predict`` has them. All is computed in float32, so that formats alone make the difference. The
-weights are quantized by the operators' own quantizers. A model without experts has MLPs in their place: their weights stay as
-they are, as gpt-oss's do.
+The model reads text. For each choice its next token's distribution is compared with its own without quantization: the
+mean of the KL divergence in nats and its 99th percentile, with 95 % bootstrap intervals over windows of text, how often
+the most likely token stays the same, and the perplexity. The table adds the bytes that gpt-oss-120b reads per token and
+its tokens/s on a GB10, as ``bench_token.py --predict`` gives them. All arithmetic is float32, so formats alone make the
+difference. The operators' own quantizers quantize the weights. A model without experts has MLPs in their place; their
+weights are not quantized, as gpt-oss's experts are not.
 
-A KL is the model's that it was measured on. Small models feel errors more than large ones: from the default model the order
-and the ratios can be expected to carry over to gpt-oss, the figures cannot.
+A KL holds for the model that it was measured on. Small models feel errors more than large ones: from the default model
+the order and the ratios can be expected to carry over to gpt-oss, the figures cannot.
 """
 
 from __future__ import annotations

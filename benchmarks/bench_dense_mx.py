@@ -58,8 +58,8 @@ TITLE = "dense layers of gpt-oss-120b"
 TOKENS, PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 16, 64, 512, 2048, 8192)
 CHECKED_ROWS = 512
 BF16_TOLERANCE = 1e-2
-# bf16: roundings of the result, and of up to three sums over parts of K before it, by 2**-9 of a value at most. fp8: tokens
-# too, by 2**-4, which independent weights pass on to a product as it is.
+# bf16: the result and up to three sums over parts of K are rounded, each by at most 2**-9 of its value. fp8: tokens are
+# rounded, too, by 2**-4; with independent weights a product has the same relative error.
 HUMMING_TOLERANCE = {"bf16": 4 * 2.0**-9, "fp8": 2.0**-4 + 4 * 2.0**-9}
 SEED = 0
 
@@ -205,7 +205,7 @@ def load_humming(_: Path | None) -> list[Peer]:
 
 
 PEERS = {"marlin": load_marlin, "humming": load_humming}
-"""Beside cuBLAS."""
+"""Peers besides cuBLAS, by name."""
 
 
 def peer_attempts(

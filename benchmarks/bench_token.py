@@ -115,7 +115,7 @@ def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
 def steps_of(
     arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str], attentions: Sequence[str]
 ) -> Iterator[Step]:
-    """What is to be measured on one stack; prompts with the attention of their own only."""
+    """The steps to measure on one stack. Prompts have an attention of their own, so they are not repeated for each."""
     dense_layers = [
         (weights, tokens)
         for weights in formats
@@ -232,7 +232,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     told = ["GB10 (SM121): prediction, not a measurement"]
     bars = []
     fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
-    # What is kept of two Sparks is gpt-oss-120b's.
+    # Counts for two Sparks are kept for gpt-oss-120b only.
     ranks = (1, 2) if name == LAYER_MODEL else (1,)
     for count in ranks:
         steps = predict.headline(count, name, **fused)
@@ -269,7 +269,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
 
 
 def print_hindcast(arguments: argparse.Namespace) -> int:
-    """What others measured beside what the model says of it, and what the model then says of this fork."""
+    """Print others' measurements beside the model's predictions of them, then its predictions of this fork."""
     told = {
         "Inputs of the model, which are no rows": hindcast.inputs(),
         "Streams: gpt-oss-120b, spark, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(

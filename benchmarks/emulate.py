@@ -59,9 +59,9 @@ from flashinfer_sm12x_doctor.probe import layer as probed
 P = ParamSpec("P")
 EMULATED_EXPERTS = 2
 TOKENS_AS = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "bf16_to_mxfp4"}
-"""Formats of a dense layer's tokens, by what they are multiplied as: they come in bf16."""
+"""A dense layer's ``activation`` by the format that its MMAs multiply; the tokens themselves are bf16."""
 STEP_MODES = {1: "mxfp8", 2: "bf16"}
-"""From bf16 input, as the plugin has them, and to what each rounds the tokens."""
+"""MoE modes that take bf16 tokens, as the plugin calls them, and the format to which each rounds the tokens."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
 PRICED = (1, 8, 64)
@@ -69,14 +69,14 @@ PRICED = (1, 8, 64)
 
 
 def launches_of(device: VirtualDevice, call: Callable[[], Any]) -> list[Any]:
-    """What ``call`` launches on the virtual device."""
+    """Run ``call`` and return its launches on the virtual device."""
     before = len(device.launches)
     call()
     return device.launches[before:]
 
 
 def seen(launch: Any) -> Launch:
-    """From the emulator's counters."""
+    """A launch's counts, by the emulator's counters."""
     c = launch.counters
     counts = Counts(c.warp_instructions, c.mma_flops, c.shared_wavefronts, c.global_distinct_bytes)
     warps = launch.blocks_per_sm * (launch.block[0] // 32) / SCHEDULERS
@@ -84,7 +84,7 @@ def seen(launch: Any) -> Launch:
 
 
 def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
-    """What was launched.
+    """The launches' counts, if no watcher reported on them.
 
     Raises
     ------
@@ -280,14 +280,15 @@ def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
     tokens = {*PRICED}
     for n, width in MODELS[LAYER_MODEL].matrices.values():
         if width == k:
-            chosen = [choose(weights, count, n, k, True, operand) for count in range(1, dense.FEW_TOKENS + 2)]
+            chosen = [choose(weights, count, n, k, operand=operand) for count in range(1, dense.FEW_TOKENS + 2)]
             changed = [count for count in range(2, len(chosen) + 1) if chosen[count - 1] != chosen[count - 2]]
             tokens |= {count + beside for count in changed for beside in (-1, 0, 1)}
     return sorted(count for count in tokens if count <= dense.FEW_TOKENS)
 
 
 def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Iterator[tuple[dense.KeptRun, list[Launch]]]:
-    """Those that price each instance that the planner could choose, at each of :func:`priced_tokens` and for any larger batch."""
+    """Emulate the runs by which each instance that the planner could choose is priced, at each of :func:`priced_tokens`
+    and for any larger batch."""
     for k in sorted({k for _, k in MODELS[LAYER_MODEL].matrices.values()}):
         for row in DENSE_INSTANCES:
             if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.streamed):
@@ -307,7 +308,8 @@ def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Itera
 
 
 def cells(line: Times, *more: float) -> list[str]:
-    """Of a table, behind what tells the line; ``more`` microseconds follow those of the resources."""
+    """The cells of a prediction, which follow a table's leading columns; ``more``: microseconds to list after the
+    resources'."""
     return [
         *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, *more)),
         f"{line.fast:,.0f} - {line.slow:,.0f}",
@@ -317,7 +319,7 @@ def cells(line: Times, *more: float) -> list[str]:
 
 
 def moe_table(lines: Sequence[tuple[str, moe.Line]]) -> str:
-    """Of models by their names."""
+    """A table of MoE layers; each line comes with its model's name."""
     headers = ["model", "mode", "tokens", "tactics", "experts", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
     headers += ["shared us", "fixed us", "predicted us", "of 233 GB/s", "bound by"]
     body = [
@@ -408,7 +410,7 @@ def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> None:
 
 
 def kernel(line: Times, **about: Any) -> Kernel:
-    """A line as it is kept."""
+    """A prediction in the form in which it is kept."""
     return Kernel(**about, **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)})
 
 
@@ -426,7 +428,7 @@ def dense_kernel(
 
 
 def called(device: VirtualDevice, call: Callable[[], Any], fixed: tuple[float, float], **about: Any) -> Kernel:
-    """What a call's launches take; ``fixed`` is what it takes beside the busiest resource of each, fast and slow."""
+    """The predicted time of a call's launches; ``fixed`` us, fast and slow, are added to the busiest resource's."""
     launches = unreported(launches_of(device, call), str(about))
     megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
     return Kernel(**about, activation="bf16", **gb10.times(launches, "bf16", megabytes, fixed))
@@ -452,7 +454,7 @@ def attention_kernel(device: VirtualDevice, ranks: int, kv: str, sequences: int,
 
 
 def kernels() -> Iterator[Kernel]:
-    """All that :mod:`perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
+    """All kernels that :mod:`perfmodel.step` looks up; on two GPUs gpt-oss-120b only."""
     for model, ranks in ((LAYER_MODEL, 1), (LAYER_MODEL, 2), ("gpt-oss-20b", 1)):
         size = MODELS[model].split(ranks)
         for line in moe_lines([size.moe], [*DECODE, *PREFILL], list(STEP_MODES), {}):

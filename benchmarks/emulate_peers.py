@@ -175,10 +175,11 @@ def partial_bytes(tiles: Sequence[int], n: int, k: int, tile: int) -> int:
 
 
 def marlins_work(launch: Any, rows: Sequence[int], n: int, k: int, tile: int) -> Launch:
-    """Without what depends on the emulator's order of blocks, or stays in L2.
+    """The launch's counts less its polling, which depends on the emulator's order of blocks, and its partial sums,
+    which stay in L2.
 
-    Blocks wait for one another's sums in a loop of three instructions. They load little else from global memory that way:
-    weights and tokens are copied to shared memory.
+    Blocks wait for one another's sums in a loop of three instructions with one global load. The kernel has few other
+    global loads: it copies weights and tokens to shared memory.
     """
     found, polls = seen(launch), launch.counters.by_class["load_global"]
     tiles = [min(tile, count - first) for count in rows for first in range(0, count, tile)]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MXFP8 and MXFP4 cost a dense layer in accuracy, by the rule for its scales and by how its weights are spread.
+"""The error of a dense layer in MXFP8 and MXFP4, by the rule for its scales and by the distribution of its weights.
 
     python benchmarks/format_error.py
-    python benchmarks/format_error.py --sums   # what the width costs in which tensor cores add up
+    python benchmarks/format_error.py --sums   # the error by the width of the tensor cores' sums
     python benchmarks/format_error.py --activations   # a MoE layer, by activation and mode
 
-The error is the root mean square of ``x @ w.T`` against the same product of bf16 weights and tokens, relative to that
-product's own. Tokens are normal. With ``--activations`` it is that of ``cutlass_fused_moe`` against float64 with the same
-MXFP4 weights, which rounds nothing. On the CPU, in seconds; ``--sums`` takes a minute.
+The error is the root mean square difference of ``x @ w.T`` from the same product of bf16 weights and tokens, relative
+to that product's own root mean square. Tokens are normal. With ``--activations`` it is the error of
+``cutlass_fused_moe`` against a float64 layer of the same MXFP4 weights that rounds nothing. Runs on the CPU in seconds;
+``--sums`` takes a minute.
 """
 
 from __future__ import annotations

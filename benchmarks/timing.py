@@ -115,7 +115,7 @@ class Entry:
     Attributes
     ----------
     sample : Sample, optional
-        ``None`` where it did not run.
+        ``None`` if it did not run.
     used : float, optional
         Ours: the largest share of its error bound that an element used; a peer: relative error over its tolerance.
         Above 1 the result disagrees with the reference.
@@ -140,9 +140,9 @@ class Entry:
 
 @dataclasses.dataclass
 class Row:
-    """One batch: ``what`` are its leading cells, with "tokens"; ``reads`` its floors.
+    """One batch: ``what`` holds its leading cells, with "tokens"; ``reads`` its floors.
 
-    With one floor, all of ours do the same work.
+    If there is one floor, all of ours do the same work.
     """
 
     what: dict[str, Any]
@@ -154,7 +154,7 @@ class Row:
         return ", ".join(f"{value} tokens" if name == "tokens" else str(value) for name, value in self.what.items())
 
     def ratio(self, entry: Entry) -> float | None:
-        """How many times the floor an implementation takes."""
+        """An implementation's time over the floor; None where there are several floors."""
         if entry.sample is None or len(self.reads) > 1:
             return None
         return entry.sample.median / next(iter(self.reads.values())).median
@@ -240,7 +240,7 @@ def cell(row: Row, entry: Entry | None) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """For people: one line a batch, implementations side by side."""
+    """A table to read: one line per batch, implementations side by side."""
     ours = list(dict.fromkeys(name for row in rows for name in row.ours))
     peers = list(dict.fromkeys(name for row in rows for name in row.peers))
     forced = list(dict.fromkeys(name for row in rows for entry in row.ours.values() for name in entry.forced))
@@ -302,7 +302,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Whole, or as it was before."""
+    """Write a report; an interrupted write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(report, indent=1, default=dataclasses.asdict), encoding="utf-8")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // TVM-FFI bindings of the dense layers with weights in microscaling formats. Python has validated shapes, dtypes and
-// layouts; what is checked here again is only what would otherwise read or write out of bounds.
+// layouts; this file only repeats checks that prevent reads and writes out of bounds.
 #include "flashinfer/gemm/dense_mx_sm120.cuh"
 #include "sm12x_binding_utils.h"
 
@@ -34,11 +34,11 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
 struct DenseExtras {
   RowNorm norm;
   Optional<TensorView> next_weights;
-  uint64_t* ranks;  // null, or where a stream leaves those of its largest outputs; then `out` may have no rows
+  uint64_t* ranks;  // null, or where a stream leaves ranks of its largest outputs; then `out` may have no rows
   int* ranks_of_token;  // how many for a token
 };
 
-// `workspace`: of a GEMM, none of a stream of weights.
+// `workspace`: for a GEMM only; a stream of weights takes none.
 void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,

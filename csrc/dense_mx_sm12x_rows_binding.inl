@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of what is done with rows beside multiplying them: a norm in front, their largest outputs, and rows
-// as bfloat16. Included at the end of the dense layer's binding alone.
+// TVM-FFI bindings of a dense layer with a norm in front, of the largest outputs of each row, and of rows dequantized
+// to bfloat16. Included at the end of the dense layer's binding alone.
 #include "flashinfer/sm12x/rows/dequantize.cuh"
 #include "flashinfer/sm12x/rows/top_k.cuh"
 
@@ -13,7 +13,7 @@ bool leaves_ranks(int tactic, int top_k) {
   return top_k == 1 && instance != nullptr && instance->stream_dense != nullptr;
 }
 
-// Bytes in which the largest of so many rows are found, whatever finds them.
+// Bytes of workspace to find the largest of so many rows, by either method.
 int64_t row_top_k_workspace_size(int64_t num_rows, int64_t n, int64_t top_k) {
   const int64_t of_chunks = (n + kTopKChunk - 1) / kTopKChunk * top_k;
   const int64_t of_blocks = static_cast<int64_t>(kEpilogueWarps) * multiprocessors(current_device());
@@ -46,8 +46,8 @@ void row_top_k_run(TensorView values, TensorView indices, int64_t first_index, T
   check_status(run_row_top_k(p, launch_options(logits, enable_pdl)));
 }
 
-// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then
-// says of which type outputs would be.
+// A dense layer, and the largest outputs of each row. With a tactic that leaves ranks, `out` may have no rows: then it
+// only gives the outputs' type.
 void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, TensorView out,
                      TensorView tokens, Optional<TensorView> token_scales, TensorView weights, TensorView weight_scales,
                      Optional<TensorView> alpha, Optional<TensorView> bias, Optional<TensorView> residual,

@@ -66,8 +66,8 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
   return options;
 }
 
-// A launch reads ahead the beginning of a tensor that the next one reads: a twelfth of L2, about what memory brings
-// while launches change. More makes others wait for their own bytes.
+// The beginning of a tensor that the next launch reads, for prefetching: a twelfth of L2, about as much as memory
+// brings between two launches. With more, other blocks would wait for their own bytes.
 inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
   constexpr int kReadAheadShare = 12;
   if (!tensor.has_value()) return {};

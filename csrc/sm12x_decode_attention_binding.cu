@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // TVM-FFI face of decode attention (flashinfer/sm12x_decode.py). Python has validated shapes, dtypes, strides and
-// alignment; what is checked here again is only what would otherwise read or write out of bounds.
+// alignment; this file only repeats checks that prevent reads and writes out of bounds.
 #include "flashinfer/sm12x/decode_attention.cuh"
 #include "sm12x_binding_utils.h"
 

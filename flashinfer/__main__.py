@@ -27,14 +27,14 @@ _cpp_ext: Any = cpp_ext
 
 
 def _cuda_version_or_reason() -> Any:
-    """The version; what is wrong where there is none, for ``show-config``."""
+    """The version; if there is none, the reason, for ``show-config``."""
     try:
         return _cuda_version()
     except ToolchainError as error:
         return f"unknown ({error})"
 
 
-# Upstream asks for the version while it is imported, whatever the command is.
+# Upstream asks for the version while it is imported, for any command.
 _cuda_version, _cpp_ext.get_cuda_version = _cpp_ext.get_cuda_version, _cuda_version_or_reason
 try:
     _upstream = extend(globals())
@@ -77,7 +77,7 @@ def _ensure_modules_registered() -> list[Any]:
 
 
 def get_artifacts_status() -> Any:
-    """Which of upstream's cubins are there; none, with a line that says why, where their list cannot be fetched."""
+    """The status of upstream's cubins. If their list cannot be fetched, print why and return none."""
     try:
         return _upstream.get_artifacts_status()
     except RuntimeError as error:

@@ -25,8 +25,8 @@ directories one package:
 
 Rules that follow from it, each with a test in ``tests/layer``:
 
-* A directory of ours under ``flashinfer/`` that exists upstream needs an ``__init__.py`` that extends. Without one
-  Python would take the wheel's package, and our modules in it would never be found.
+* A directory of ours under ``flashinfer/`` that exists upstream needs an ``__init__.py`` that extends. If it had none,
+  Python would take the wheel's package and never find our modules in it.
 * While upstream's code runs, ``__file__`` is upstream's (``flashinfer.jit.env`` derives the data folder from it) and
   ``__name__`` is the module's real name, also under ``python -m``: upstream's ``if __name__ == "__main__"`` does not
   fire, so a module of ours that is run as a script needs its own. Afterwards both are what Python set.
@@ -113,7 +113,7 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
     logger: Any = logging.getLogger("flashinfer_sm12x")
     if not reason.startswith(SWITCH) and not hasattr(logger, "said"):
         logger.said = True  # this module is forgotten below
-        # Not warnings.warn, which may be made an error: that is no way to serve upstream's package.
+        # Not warnings.warn: a user's filter may make it an error, and upstream's package must still be imported.
         logger.warning(
             "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's kernels: "
             "%s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve it",

@@ -75,8 +75,8 @@ def upstream_spec() -> ModuleSpec | None:
 
 
 def upstream_alone() -> str:
-    """Why ``import flashinfer`` gives upstream's package as if this fork were not there; empty where the fork extends it,
-    or where there is none."""
+    """The reason why ``import flashinfer`` gives upstream's package alone; empty if the fork extends it, or if there is
+    no upstream package."""
     if os.environ.get(SWITCH, "").strip() == "0":
         return f"{SWITCH}=0" if upstream_spec() is not None else ""
     if tested_wheel() is not None or (spec := upstream_spec()) is None:

@@ -46,10 +46,10 @@ def compile_and_package_modules(
     """Compile and package modules.
 
     Args:
-        out_dir: Where ``<module>/<module>.so`` go; emptied first. None: nowhere.
-        build_dir: Where they are built.
-        project_root: A source tree of upstream's. Without upstream's sources in it, those in the wheel are used.
-        config: Which modules; see ``get_default_config``.
+        out_dir: The folder that gets ``<module>/<module>.so``; emptied first. None: libraries are not copied.
+        build_dir: The folder in which modules are built.
+        project_root: A source tree of upstream's. If it lacks upstream's sources, the wheel's are used.
+        config: The modules to build; see ``get_default_config``.
         verbose: Print what is done.
         skip_prebuilt: Leave out modules that an installed wheel brings.
     """

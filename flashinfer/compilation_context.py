@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which architectures modules are compiled for.
+"""The architectures that modules are compiled for.
 
 Adds to upstream: ``FLASHINFER_CUDA_ARCH_LIST`` is checked entry by entry (spaces or semicolons between them), and
 compute capability 12 without a suffix gets the one without which its FP4 instructions do not assemble.
@@ -114,7 +114,7 @@ _UpstreamContext: Any = _upstream.CompilationContext
 class CompilationContext(_UpstreamContext):  # type: ignore[misc]
     """The set of architectures that modules are compiled for.
 
-    From ``FLASHINFER_CUDA_ARCH_LIST`` (see :func:`parse_arch_list`), else from the visible GPUs.
+    ``FLASHINFER_CUDA_ARCH_LIST`` names them (see :func:`parse_arch_list`), else they are those of the visible GPUs.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ from .sm12x.operator import define, is_traced
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
-CHUNK = 16  # positions of a kernel's step; pages are whole ones
+CHUNK = 16  # positions that a kernel takes per step; a page holds whole chunks
 MAX_Q_LEN = 64
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 ROPE_DTYPES = (torch.bfloat16, torch.float32)
@@ -45,7 +45,7 @@ LOG2_E = math.log2(math.e)
 LAYOUTS = ("HND", "NHD")
 
 _workspaces: dict[tuple[int, int | None], torch.Tensor] = {}
-"""By device and stream; None in place of a stream: that of captured graphs."""
+"""Default workspaces by device and stream; None as stream: the one of captured graphs."""
 
 
 @flashinfer_api
@@ -70,15 +70,15 @@ def decode_attention(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Attention of a sequence's newest tokens over its paged cache; with ``key`` and ``value``, behind rope and append.
+    """Attention of a sequence's newest tokens over its paged cache; with ``key`` and ``value``, after rope and append.
 
-    The last ``q_len_per_req`` positions of a sequence are its new tokens. With ``rope_table``, query and key are turned by
-    their positions: in float32, rounded to bfloat16. ``key`` and ``value`` then go to the cache, divided by ``k_scale`` and
-    ``v_scale`` and rounded to e4m3 where it is of that, and attention reads all as the cache holds it. So results do not
-    depend on whether a position is new. A token sees its own position, and ``window_left`` before it (negative: all); a
-    sink takes part in a head's softmax with that score, and has no value. (A value that is no finite number reaches all of a
-    sequence's new tokens, those before it, too.) Scores and sums are float32, softmax weights are
-    rounded to bfloat16 for their product with values. Results are the same on every run.
+    The last ``q_len_per_req`` positions of a sequence are its new tokens. With ``rope_table``, query and key are
+    rotated by their positions, in float32 and rounded to bfloat16. ``key`` and ``value`` are then appended to the
+    cache, divided by ``k_scale`` and ``v_scale`` and rounded to e4m3 if the cache is e4m3. Attention reads all
+    positions from the cache, so results do not depend on whether a position is new. A token sees its own position and
+    ``window_left`` before it (negative: all). A sink adds its score to a head's softmax, and has no value. (A value
+    that is not finite reaches all of a sequence's new tokens, even those before it.) Scores and sums are float32;
+    softmax weights are rounded to bfloat16 for their product with values. Results are the same on every run.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is a kernel of this fork; CPU tensors are
     computed on the CPU.
@@ -91,16 +91,17 @@ def decode_attention(
     kv_cache : torch.Tensor or tuple
         ``[num_pages, 2, num_kv_heads, page_size, 64]`` (HND) or ``[num_pages, 2, page_size, num_kv_heads, 64]`` (NHD), or two
         tensors without the dimension of 2; bfloat16 or ``float8_e4m3fn``; ``page_size`` a power of two from 16 on. Written
-        where ``key`` is given.
+        if ``key`` is given.
     block_tables : torch.Tensor
         ``[num_sequences, max_pages]`` int32; only entries of pages that a sequence sees are read.
     seq_lens : torch.Tensor
-        ``[num_sequences]`` int32, new tokens included; where there are fewer than ``q_len_per_req``, the first tokens'
-        rows are zero and nothing of them is appended. No longer than the pages of a table's row, nor than
-        ``rope_table``. Lengths, and the pages that a sequence sees, are checked on the CPU, and on CUDA with
+        ``[num_sequences]`` int32, new tokens included. If a length is less than ``q_len_per_req``, the rows of the
+        first tokens, which do not exist, are zero and are not appended. At most the positions of a table row's pages,
+        and of ``rope_table``. Lengths, and the pages that a sequence sees, are checked on the CPU, and on CUDA with
         ``FLASHINFER_SM12X_CHECK=1``.
     key, value : torch.Tensor, optional
-        ``[m, num_kv_heads, 64]`` bfloat16, as ``query``; without them the cache holds the new positions already.
+        ``[m, num_kv_heads, 64]`` bfloat16, rows like those of ``query``; None: the cache already holds the new
+        positions.
     rope_table : torch.Tensor, optional
         ``[positions, 64]`` bfloat16 or float32: 32 cosines, then 32 sines, for pairs of dims ``i`` and ``i + 32``.
     sinks : torch.Tensor, optional
@@ -112,16 +113,16 @@ def decode_attention(
     window_left : int
         Positions before its own that a token sees.
     k_scale, v_scale : float
-        The factor that an element of the cache is multiplied with.
+        The factor by which an element of the cache is multiplied.
     kv_layout : str
         ``"HND"`` or ``"NHD"``.
     constant_cache : bool
-        ``block_tables``, ``seq_lens`` and the positions of the cache that are not new were written by launches that have
-        completed, as those of an earlier step have: they may be read while the launch in front still runs.
+        True: the launches that wrote ``block_tables``, ``seq_lens`` and the cache's positions that are not new have
+        completed, as an earlier step's have. The kernel may then read these while the launch before it still runs.
     workspace_buffer : torch.Tensor, optional
-        uint8, :func:`decode_workspace_size` of them, zero before its first use; calls that may run at the same time need one
-        each. By default one for each device and stream, and one for all that is captured on a device, kept: graphs then must
-        not be replayed at the same time, nor have branches that call this at the same time.
+        uint8, of :func:`decode_workspace_size` bytes, zero before its first use; calls that may run at the same time
+        need one each. By default each device and stream has one, and all graphs captured on a device share another:
+        these must then not be replayed at the same time, nor have parallel branches that call this function.
     out : torch.Tensor, optional
         ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous; may be ``query`` itself, and else shares memory with no argument.
     enable_pdl : bool, optional
@@ -137,7 +138,8 @@ def decode_attention(
     TypeError, ValueError
         Before any launch, naming the argument, what it was and what it may be.
     RuntimeError
-        A graph is captured, and neither a call before nor :func:`prepare_decode_attention` made the default workspace.
+        A graph is being captured, and neither an earlier call nor :func:`prepare_decode_attention` made the default
+        workspace.
     NotImplementedError
         The GPU has no kernels of this family.
     """
@@ -472,10 +474,10 @@ traced_decode = define(
 
 
 def rope_rows(rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``rows`` ``[m, heads, 64]`` bfloat16, turned as the kernel turns them.
+    """``rows`` ``[m, heads, 64]`` bfloat16, rotated as the kernel rotates them.
 
-    Where it fuses a multiplication and an addition, float64 holds the product exactly; its sum is rounded twice here, which
-    a tie of the second rounding alone would show.
+    For each of the kernel's FMAs, float64 holds the product exactly. The sum is rounded twice here, to float64 and then
+    to float32; that differs from the FMA only if the float64 sum is a tie of the second rounding.
     """
     cosines, sines = table[positions].float().unsqueeze(1).chunk(2, dim=-1)
     first, second = rows.float().chunk(2, dim=-1)

@@ -42,7 +42,7 @@ class DecodeAttentionLayer:
     Parameters
     ----------
     kv_cache, rope_table, sinks, sm_scale, window_left, k_scale, v_scale, kv_layout, constant_cache, workspace_buffer
-        As in ``decode_attention``.
+        The same as in ``decode_attention``.
 
     Raises
     ------
@@ -70,7 +70,8 @@ class DecodeAttentionLayer:
         self._kv_cache, self._kv_layout = kv_cache, kv_layout
         self._tensors = workspace_buffer, rope_table, sinks
         self._numbers = window_left, HEAD**-0.5 if sm_scale is None else sm_scale, k_scale, v_scale, constant_cache
-        # What is traced has no addresses; whoever traces it computes, and checks, by the operator.
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
         self._checks = not is_traced((*split_cache(kv_cache, kv_layout), *self._tensors))
         if self._checks:
             self._require_cache()
@@ -84,8 +85,8 @@ class DecodeAttentionLayer:
         self._numbers = call.window_left, call.sm_scale, call.k_scale, call.v_scale, call.constant_cache
         self._spans = [span(each) for each in (keys, values, *self._tensors) if each is not None]
         self._disjoint: set[bool] = set()
-        given = (cache,) if isinstance(cache, torch.Tensor) else cache
-        self._parts, self._device, self._cache = parts, keys.device, Unchanged(*given, *self._tensors)
+        self._kept = *((cache,) if isinstance(cache, torch.Tensor) else cache), *self._tensors
+        self._parts, self._device, self._cache = parts, keys.device, Unchanged(*self._kept)
 
     def _call(
         self,
@@ -120,7 +121,7 @@ class DecodeAttentionLayer:
         """Attention of new tokens over the layer's cache; parameters, result and errors are ``decode_attention``'s."""
         require_tensor_type("query", query)
         traced = not self._checks or is_traced((query, block_tables, seq_lens, key, value, out))
-        if not traced and not self._cache.holds():
+        if not traced and not self._cache.holds(*self._kept):
             self._require_cache()
         parts = split_cache(self._kv_cache, self._kv_layout) if traced else self._parts
         call = self._call(parts, query, block_tables, seq_lens, key, value, q_len_per_req, out, enable_pdl)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m flashinfer sm12x-doctor``: what stands between this machine and the SM12x kernels, and what mends it.
+"""``python -m flashinfer sm12x-doctor``: finds what keeps the SM12x kernels from running on this machine, and a remedy.
 
 Every check reads facts that ``questions`` found, each question in a process of its own with a time limit; the doctor
 itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its folder,
-with whatever Python and whatever ``PYTHONPATH`` the server has: ``python <checkout>/flashinfer_sm12x_doctor``.
+with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_sm12x_doctor``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Finding:
 
     Attributes:
         check: Its name, a key of :data:`CHECKS`.
-        state: One of :data:`STATES`; ``unknown`` where the question ended without an answer.
-        found: The state of things, and what it means.
-        command: A line for a shell that mends it, or shows more; empty where there is none.
-        why: What else to know or to do; prose.
+        state: One of :data:`STATES`; ``unknown`` if the question ended without an answer.
+        found: The state of things, and its consequence.
+        command: A shell command that mends it, or shows more; empty if there is none.
+        why: Further advice, in prose.
     """
 
     check: str
@@ -55,7 +55,7 @@ CHECKS: Mapping[str, Callable[[Answers], checks.Outcome]] = {
     for name, check in vars(checks).items()
     if name.startswith("check_")
 }
-"""In the order of the table."""
+"""The checks, in the order of the table that is printed."""
 
 
 def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:

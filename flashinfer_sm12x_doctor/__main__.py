@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python <checkout>/flashinfer_sm12x_doctor``: the doctor where ``import flashinfer`` is what is wrong."""
+"""``python <checkout>/flashinfer_sm12x_doctor``: the doctor for machines on which ``import flashinfer`` itself
+fails."""
 
 import contextlib
 import os
 import sys
 
 if not sys.flags.isolated:
-    # Anew, without PYTHONPATH, site-packages and a working directory in which a file may bear the name of a module of
-    # Python's. What the doctor asks sees them all. The first three descriptors are open from here on; what nobody can
-    # read from a standard output that was closed is not taken for printed.
+    # Start anew without PYTHONPATH, site-packages and the working directory, where a file may shadow a module of
+    # Python's; the doctor's questions run with all of them. Also open the first three descriptors. A closed standard
+    # output becomes /dev/full, so that a write to it fails and is not taken for printed.
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(descriptor, True)
@@ -19,8 +20,8 @@ if not sys.flags.isolated:
 import importlib
 import types
 
-# This tree behind Python's own modules, and its flashinfer as a bare package: of that nothing runs but what is asked for,
-# not flashinfer/__init__.py.
+# Search this tree after Python's own modules. Its flashinfer is a bare package here, so that importing one of its
+# modules does not run flashinfer/__init__.py.
 tree = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:] = [*(entry for entry in sys.path if entry != sys.path[0]), tree]
 package = types.ModuleType("flashinfer")

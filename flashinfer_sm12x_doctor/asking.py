@@ -168,7 +168,7 @@ def say(text: str, stream: TextIO | None) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The ``fork``'s version and that of the wheel to install under it, ``upstream``."""
+    """The versions of the ``fork``, and of ``upstream``, the wheel to install under it."""
     return {"fork": __fork_version__, "upstream": UPSTREAM_VERSION}
 
 

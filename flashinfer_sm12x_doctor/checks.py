@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks but those of a probe.
+"""All checks except a probe's.
 
 Each takes the answers and returns ``(state, found)``, ``(state, found, command)`` or ``(state, found, command, why)``;
-None where it does not apply.
+None if it does not apply.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DISK_NEEDED = GIB
 CUDA_13_DRIVER = 580
 
 BLOCK_SCALED = ("mxf8f6f4", "mxf4")
-"""Kinds of MMA that only SM12x has, and in whose place others may stand."""
+"""Kinds of MMA that only SM12x has; half-precision ones can replace them."""
 
 Outcome = tuple[str, ...] | None
 
@@ -39,7 +39,7 @@ def upstreams(a: Answers, package: str, options: str = "") -> tuple[str, str]:
 
 
 def check_import(a: Answers) -> Outcome:
-    """Which flashinfer Python imports."""
+    """The flashinfer that Python imports."""
     try:
         os.getcwd()
     except OSError:
@@ -234,13 +234,14 @@ def check_architectures(a: Answers) -> Outcome:
 
 
 def _served(a: Answers, capability: str) -> bool:
-    """Whether this fork's kernels run on a GPU; nothing need be compiled for a display's of another family."""
+    """Whether this fork's kernels run on a GPU. Others, such as a display's, need nothing compiled for them."""
     return capability.startswith("12.") or (capability == "9.0" and a.environ.get("FLASHINFER_SM12X_MOE") == "1")
 
 
 def _runs_on(entry: str, capability: str) -> bool:
     (major, minor, *_), (gpu_major, gpu_minor) = numbers(entry), numbers(capability)
-    # Code for an architecture with the suffix a runs on that one only, other code on later ones of the family too.
+    # Code for an architecture with the suffix a runs on that one only; other code also runs on later ones of the
+    # family.
     return major == gpu_major and (minor == gpu_minor or (not entry.endswith("a") and minor < gpu_minor))
 
 
@@ -323,7 +324,7 @@ def sums_text(bits: Mapping[str, int], needed: int) -> str:
 
 
 def check_vllm(a: Answers) -> Outcome:
-    """Whether the vLLM that this fork is made for is here, and reads the variables that are set for it."""
+    """Whether vLLM has the version that this fork is made for, and reads the variables that are set for it."""
     version = a("path", "vllm")
     if version is None and a.get("vllm", "found") is False:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
@@ -337,7 +338,7 @@ def check_vllm(a: Answers) -> Outcome:
 
 
 def check_vllm_plugin(a: Answers) -> Outcome:
-    """How vLLM's loading of plugins dealt with the fork's, and with its settings."""
+    """Whether vLLM loads the fork's plugin and accepts its settings."""
     if error := a.get("vllm", "settings_error"):
         name = error.split(":")[0]
         text = f"vLLM does not start: {error}"

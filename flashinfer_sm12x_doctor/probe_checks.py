@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of what a probe measured: :data:`PROBE_CHECKS`, as those of ``checks``.
+"""The checks of a probe's measurements: :data:`PROBE_CHECKS`, of the same form as those of ``checks``.
 
-The facts hold the prediction for a GB10 (``probe.predicted``) beside what was measured. On other GPUs
-nothing is predicted.
+On a GB10 the facts hold a prediction (``probe.predicted``) beside each measurement; for other GPUs there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SLOWER = "nvidia-smi -q -d PERFORMANCE,POWER", "close what else uses the GPU or 
 
 
 def _beside(text: str, value: float, predicted: Sequence[float] | None, unit: str = "", more: str = "") -> Outcome:
-    """The row of a figure of which more is better, beside its predicted range."""
+    """The row of a figure that is better if larger, with its predicted range."""
     if not predicted:
         return "ok", text + more
     low, high = predicted
@@ -102,7 +101,7 @@ def launch(a: Answers) -> Outcome:
 
 
 def overlap(a: Answers) -> Outcome:
-    """Whether a dependent launch begins before the one in front of it ends."""
+    """Whether a dependent launch begins before the launch ahead of it ends."""
     if a("probe-device", "virtual"):
         return None
     names = {"overlap": "from a stream", "overlap_shared": "with all shared memory", "overlap_graph": "in a CUDA graph"}
@@ -112,7 +111,8 @@ def overlap(a: Answers) -> Outcome:
     text += ", ".join(f"{names[name]} {when}" for name, when in begins.items())
     if a("probe-launch", "overlap_plain")["began_before_end_us"] > 0:
         return "fail", f"{text}; so does one that is not dependent", *KERNELS_WRONG
-    # An SM shares its memory between L1 and blocks anew only while it runs none: a GPU's right, for all that is known.
+    # No overlap with all of shared memory is no fault: an SM may divide its memory between L1 and blocks anew only
+    # while it runs no block.
     if leads["overlap"] > 0 and leads["overlap_graph"] > 0:
         return "ok", text
     return "warn", text, "", "layers are slower by a launch and right; report this, with the file"
@@ -179,4 +179,4 @@ PROBE_CHECKS: Mapping[str, Callable[[Answers], Outcome]] = {
     "probe-tactics": tactics,
     **{f"probe-layer-{tokens}": partial(layer, tokens=tokens) for tokens in TOKENS},
 }
-"""In the order of the table."""
+"""The probe's checks, in the order of the table that is printed."""

@@ -24,9 +24,10 @@ PREFIX = "probe-"
 
 
 def measure(limit: float) -> dict[str, dict[str, Any]]:
-    """The facts of all parts, by ``probe-<part>``; of the first one only, where there is nothing to measure.
+    """The facts of all parts, by ``probe-<part>``; if there is nothing to measure, those of the first part only.
 
-    One after the other, since a GPU that does two things measures neither. What is going on is told on standard error.
+    Parts run one after the other, since two measurements at once would disturb each other. Progress goes to standard
+    error.
     """
     facts: dict[str, dict[str, Any]] = {}
     for part, factor in PARTS.items():

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # This file's folder, which Python puts first unless PYTHONSAFEPATH is set: no other program has it there. This tree's
-    # package by another name, of which nothing runs but what is asked for: flashinfer is what is asked about.
+    # Remove this file's folder, which Python puts first unless PYTHONSAFEPATH is set: other programs do not have it on
+    # their path. Then import this tree's package under another name, without its __init__.py, because the questions are
+    # about the flashinfer that other programs import.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
     _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "flashinfer")
@@ -53,19 +54,20 @@ SOURCE = """\
 __global__ void sm12x_doctor(int* out) { *out = 12; }
 extern "C" int sm12x_doctor_loads() { return 12; }
 """
-"""With what the headers of upstream's modules ask of a compiler: the sampler's, and CUDA's C++ library, whose own check it
-is that compiler and headers are of one release."""
+"""A source that includes headers of upstream's modules: cuRAND's, which the sampler needs, and those of CUDA's C++
+library, which checks that compiler and headers are of one release."""
 
 SUSPECTS = (
     "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
     "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD FLASHINFER_EXTRA_CUDAFLAGS "
     "FLASHINFER_EXTRA_LDFLAGS FLASHINFER_CUDA_ARCH_LIST"
 ).split()
-"""Variables without which a build is tried again where it failed."""
+"""Variables that are removed one at a time to try a failed build again."""
 
 
 PYTHONS = ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables without which an import is tried again where it failed: -OO takes the docstrings that upstream's code edits."""
+"""Variables that are removed one at a time to try a failed import again: -OO, for example, removes docstrings that
+upstream's code edits."""
 
 
 def tell(**facts: Any) -> None:
@@ -75,8 +77,8 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """The flashinfer that Python finds, why that is upstream's package alone, and which vLLM and which of its plugins
-    are there."""
+    """The flashinfer that Python finds, the reason if it is upstream's package alone, and vLLM's version and
+    plugins."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
     tell(aside=importlib.import_module("_sm12x._version").upstream_alone())
@@ -108,14 +110,15 @@ def ask_installer() -> None:
 
 
 def ask_system() -> None:
-    """Whose driver it is, and how this system gets packages."""
+    """The system that the driver belongs to, and the ways to install packages here."""
     tell(guest=guest(), apt=shutil.which("apt-get") is not None, sudo=shutil.which("sudo") is not None)
 
 
 def guest(root: Path = Path("/")) -> str | None:
-    """``WSL2``, ``container`` or ``VM``, where the driver is another system's; None on a machine of its own.
+    """``WSL2``, ``container`` or ``VM`` if the driver is another system's; None on a machine of its own.
 
-    By systemd's program, else by what each leaves; of a VM without that program nothing is known.
+    systemd's program tells; without it, traces that WSL2 and containers leave. A VM without that program is not
+    recognized.
     """
     if (program := shutil.which("systemd-detect-virt")) is not None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -147,8 +150,8 @@ CONTAINERS = (
 
 
 def ask_build() -> None:
-    """Whether a few lines of CUDA are compiled, linked and loaded as modules are, this fork's and upstream's; else what to
-    leave out that they are."""
+    """Whether a few lines of CUDA can be compiled, linked and loaded as this fork's and upstream's modules are; if not,
+    the variable without which they can."""
     error = _try_build()
     tell(error=error)
     if error is None:
@@ -240,17 +243,17 @@ def _silent(error: str) -> str | None:
 
 
 def _upstreams_cccl() -> list[Path]:
-    """CUDA's C++ library as upstream's wheel has it; nothing where there is no wheel."""
+    """The folder of CUDA's C++ library in upstream's wheel; empty if there is no wheel."""
     wheels = importlib.metadata.distributions(name="flashinfer-python")
     folders = [Path(str(wheel.locate_file("flashinfer/data/cccl/libcudacxx/include"))) for wheel in wheels]
     return [folder for folder in folders if folder.is_dir()][:1]
 
 
 def _cache() -> Path:
-    """Where ``jit/env.py`` has the cache.
+    """The folder in which ``jit/env.py`` keeps the cache.
 
     Raises:
-        ValueError: FLASHINFER_WORKSPACE_BASE is none, or there is neither that nor a home folder.
+        ValueError: FLASHINFER_WORKSPACE_BASE has a bad value, or there is neither that nor a home folder.
     """
     variables = importlib.import_module("_sm12x.sm12x.variables")
     base = variables.read("FLASHINFER_WORKSPACE_BASE")

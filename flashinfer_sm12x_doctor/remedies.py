@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that mend something, for the environment that they are pasted into; words where no command would do.
+"""Commands that mend something in the environment in which they are pasted, or advice if no command would do.
 
-Each function returns ``(command, why)``: a command that a shell there takes, or an empty text and words.
+Each function returns ``(command, why)``: a shell command and its reason, or an empty text and advice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GUESTS = {
     "container": "this is a container, whose driver is the host's: install or update it there, and start with --gpus all",
     "VM": "this is a virtual machine: how its host hands the GPU over decides about the driver; ask who runs the host",
 }
-"""Where the driver is another system's, and what to do about it."""
+"""Advice for systems whose driver belongs to another system."""
 
 
 def prepend(variable: str, entry: object) -> str:
@@ -89,5 +89,5 @@ def named_in(a: Answers, error: str) -> tuple[str, str] | None:
 
 
 def has_ninja() -> bool:
-    """Whether this Python's environment has it, where ``PATH`` may not lead."""
+    """Whether this Python's environment has ninja, even if it is not on ``PATH``."""
     return (Path(INTERPRETER).parent / "ninja").exists()

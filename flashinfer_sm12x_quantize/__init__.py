@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m flashinfer sm12x-quantize``: QKV, O and LM head of a checkpoint, quantized once with error feedback.
 
-What a format or a mode costs on a language model is measured here, too; ``benchmarks/bench_accuracy.py`` makes tables of
-it. Needs transformers, which FlashInfer does not require, but for ``manifest`` and ``folder``, which vLLM's plugin reads.
+The package also measures the loss of each format and mode on a language model; ``benchmarks/bench_accuracy.py`` makes
+tables of it. It needs transformers, which FlashInfer does not require; only ``manifest`` and ``folder``, which vLLM's
+plugin uses, do without.
 
 ============  ================================================================================
-``manifest``  what a folder of quantized layers says of itself
+``manifest``  the manifest of a folder of quantized layers
 ``folder``    its tensors: how they are written, read and checked
 ``formats``   the formats of weights and tokens: rounding to them
 ``choice``    formats by layer, as one choice

@@ -27,7 +27,7 @@ class Choice:
 
     @property
     def body(self) -> Choice:
-        """All that hidden states depend on."""
+        """The part of the choice on which hidden states depend."""
         if self.qkv == self.o == BF16:
             return dataclasses.replace(self, lm_head=BF16, tokens=BF16, folder="")
         return dataclasses.replace(self, lm_head=BF16)

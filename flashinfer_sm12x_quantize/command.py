@@ -44,7 +44,7 @@ def opened(request: Request) -> models.Subject:
     device = request.device
     if request.checkpoint == models.DEFAULT:
         return models.load(None, torch.float32, device)
-    # On a CPU float32 costs nothing that matters; a Spark's memory holds gpt-oss-120b as it is.
+    # On a CPU float32 is as good as bf16. On a GPU the model keeps bf16, so that a Spark's memory holds gpt-oss-120b.
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     path = Path(request.checkpoint).expanduser()
     if path.exists():
@@ -56,7 +56,7 @@ def opened(request: Request) -> models.Subject:
 
 
 def peak_memory(device: str) -> str:
-    """The most that this process had, and its GPU's."""
+    """The peak memory of this process, and on its GPU."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     if not device.startswith("cuda"):
         return f"{host:.1f} GiB"
@@ -64,7 +64,7 @@ def peak_memory(device: str) -> str:
 
 
 def how_to_serve(request: Request, subject: models.Subject) -> str:
-    """The command, for a gpt-oss; for another model, that there is none."""
+    """The command that serves the folder; for a model that is no gpt-oss, a text that there is none."""
     if not subject.packed_experts:
         return f"{subject.name} is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves"
     dense = f"""--additional-config '{{"sm12x": {{"dense": "{request.out.resolve()}"}}}}'"""
@@ -77,7 +77,7 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     Raises
     ------
     FolderError, QuantizeError, models.ModelError, OSError
-        In a line, before anything is written if that can be known.
+        One line of text; raised before anything is written if the cause can be known then.
     """
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")  # gpt-oss's experts run on this fork's operator, on Hopper too
     began = time.monotonic()

@@ -34,7 +34,7 @@ PACKED = ("mxfp4", "nvfp4", "mxfp6")
 
 
 def weight_hash(weight: torch.Tensor) -> str:
-    """SHA-256 of the bytes of a weight in bfloat16, whatever dtype and device it has."""
+    """SHA-256 of a weight's bytes after conversion to bfloat16, for any dtype and device."""
     rows: Any = weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy()
     return hashlib.sha256(rows).hexdigest()
 
@@ -58,8 +58,8 @@ def from_tensors(name: str, weight_format: str, tensors: Mapping[str, torch.Tens
 
 
 def join(parts: list[BlockScaledWeight]) -> BlockScaledWeight:
-    """Weights with linear scales below each other; of NVFP4 with one global scale."""
-    # Not of every dtype of 8 bits torch has a cat.
+    """Weights with linear scales, concatenated by rows; NVFP4 weights share one global scale."""
+    # View as bytes: torch.cat does not take every 8-bit dtype.
     values = torch.cat([part.values.view(torch.uint8) for part in parts])
     scales = torch.cat([part.scales for part in parts])
     return BlockScaledWeight(values.view(parts[0].values.dtype), scales, parts[0].global_scale)
@@ -103,7 +103,7 @@ class Folder:
         return load(data)
 
     def dequantized(self, names: list[str]) -> torch.Tensor:
-        """Modules' weights below each other, float32. Raises as :meth:`weights`."""
+        """The weights of several modules, concatenated by rows, in float32. Raises the errors of :meth:`weights`."""
         weights = self.weights(names)
         modules = [self.manifest.modules[name] for name in names]
         rows = (dequantize_rows(w, self.formats[m.kind], m.k) for w, m in zip(weights, modules, strict=True))
@@ -115,7 +115,7 @@ class Folder:
         Raises
         ------
         FolderError
-            As :meth:`tensors`; a module that is not in the folder; tensors that are no such weight.
+            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight.
         """
         found = []
         tensors: dict[str, dict[str, torch.Tensor]] = {}

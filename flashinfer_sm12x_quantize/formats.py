@@ -73,13 +73,14 @@ WEIGHTS: dict[str, Format] = {
     "mxfp4": _ours("mxfp4"),
     "mxfp4-amax": _ours("mxfp4", "amax"),
 }
-"""Beside bf16, which is the reference. Scales are by the plugin's rule; ``-amax``: by the largest magnitude, as upstream's."""
+"""Formats of weights besides bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest magnitude's,
+as upstream's do."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """The formats that the plugin quantizes to."""
 
 TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4, Q8_0: _q8_0}
-"""To what a layer can round its tokens, by the rule of the kernels that do."""
+"""Formats to which a layer can round its tokens, with the rounding of the kernels that do so."""
 
 
 def has_gguf() -> bool:
@@ -87,11 +88,11 @@ def has_gguf() -> bool:
 
 
 def round_weight(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """``[n, K]`` as the format leaves it: float32, on the weight's device. The CPU rounds, wherever the weight is."""
+    """``[n, K]`` rounded to the format: float32, on the weight's device. The rounding itself always runs on the CPU."""
     return WEIGHTS[name].rounded(weight.cpu()).to(weight.device)
 
 
 def round_tokens(tokens: torch.Tensor, name: str) -> torch.Tensor:
-    """``[..., K]`` as a layer that rounds its tokens to ``name`` multiplies them, in the dtype that they have."""
+    """``[..., K]`` rounded as a layer does that rounds its tokens to ``name``; the dtype stays."""
     device = "cpu" if name == Q8_0 else tokens.device  # gguf's are numpy's arrays
     return TOKENS[name](tokens.to(device)).to(tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' gpt-oss with its experts on ``cutlass_fused_moe``, weights left in MXFP4.
 
-All but the experts is transformers' own code. On the CPU the operator computes the same contract.
+Only the experts differ from transformers' own code. On the CPU the operator computes the same contract.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flashinfer.fused_moe import SM12xMoELayer
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
 
 ALPHA, LIMIT = 1.702, 7.0
-"""SwiGLU's, where the config does not have them: transformers 5.17 has them in the module of the experts."""
+"""SwiGLU's constants if the config lacks them: transformers 5.17 has them in its module of the experts instead."""
 
 
 class FlashInferExperts(torch.nn.Module):
-    """In place of transformers' ``GptOssExperts``: the same call, packed weights.
+    """Replaces transformers' ``GptOssExperts``: it takes the same call and keeps the weights packed.
 
     Parameters
     ----------
     config : GptOssConfig
-        For the activation's constants.
+        Holds the activation's constants.
     tensors : dict
-        The checkpoint's, by the names in :data:`NAMES`: blocks ``[E, rows, K / 32, 16]`` uint8, scales
-        ``[E, rows, K / 32]`` uint8, biases ``[E, rows]`` bf16; rows of ``gate_up_proj`` are gate and up in turn.
+        The checkpoint's tensors, by the names in :data:`NAMES`: blocks ``[E, rows, K / 32, 16]`` uint8, scales
+        ``[E, rows, K / 32]`` uint8, biases ``[E, rows]`` bf16; gate and up rows of ``gate_up_proj`` alternate.
     activations : str
         ``"a8"``: MXFP8 inside the layer (W4A8), ``"a16"``: bf16 (W4A16).
     """
@@ -41,7 +41,7 @@ class FlashInferExperts(torch.nn.Module):
     def __init__(self, config: GptOssConfig, tensors: dict[str, torch.Tensor], activations: str) -> None:
         super().__init__()
         self.a8 = activations == "a8"
-        self._layer: SM12xMoELayer | None = None
+        self._layers: dict[bool, SM12xMoELayer] = {}  # of W4A8 and W4A16: a8 may be set between calls
         for name, tensor in tensors.items():
             if name.startswith("gate_up"):  # the operator takes [up; gate]
                 tensor = torch.cat([tensor[:, 1::2], tensor[:, 0::2]], dim=1)
@@ -66,9 +66,9 @@ class FlashInferExperts(torch.nn.Module):
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
         """``[tokens, hidden]`` bf16, with ids and weights ``[tokens, top_k]``."""
-        if self._layer is None:
-            self._layer = self._make_layer(hidden_states.dtype)
-        return self._layer.run(hidden_states, router_indices.to(torch.int32), routing_weights.float())
+        if self.a8 not in self._layers:
+            self._layers[self.a8] = self._make_layer(hidden_states.dtype)
+        return self._layers[self.a8].run(hidden_states, router_indices.to(torch.int32), routing_weights.float())
 
     def _make_layer(self, dtype: torch.dtype) -> SM12xMoELayer:
         scales = [self.gate_up_proj_scales, self.down_proj_scales]
@@ -89,7 +89,7 @@ class FlashInferExperts(torch.nn.Module):
         )
 
     def _apply(self, *arguments: Any, **named: Any) -> Any:
-        self._layer = None  # its buffers become others, as on another device
+        self._layers.clear()  # its buffers become others, as on another device
         return super()._apply(*arguments, **named)
 
 

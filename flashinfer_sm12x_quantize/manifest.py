@@ -76,7 +76,7 @@ class Manifest:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """The file with these bytes, or as it was before: never a part of them."""
+    """Replace a file's bytes at once: after an interruption it has the new bytes or the old ones, never a part."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with open(scratch, "wb") as file:
         file.write(data)
@@ -91,7 +91,7 @@ def finished(path: Path) -> Manifest:
     Raises
     ------
     FolderError
-        There is none, or the folder was not finished.
+        The folder has no manifest, or was not finished.
     """
     if (path / MANIFEST).is_file():
         return Manifest.read(path / MANIFEST)
@@ -101,8 +101,8 @@ def finished(path: Path) -> Manifest:
 
 
 def located(name: str, patterns: Sequence[str] = (MANIFEST, "*.safetensors")) -> Path:
-    """A folder on disk, or the copy of one on the Hugging Face hub: what of it is not there is downloaded, as far as
-    ``patterns`` go.
+    """A folder on disk, or the local copy of one on the Hugging Face hub; missing files that match ``patterns`` are
+    downloaded.
 
     Raises
     ------

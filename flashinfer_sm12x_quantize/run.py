@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model over text, once: at each attention the Gram matrix of what QKV is given, QKV quantized, the same of O, and
-on through the quantized layers; the LM head at the end. So each layer's inputs are those it has when the folder serves.
+"""Quantizes a model in one pass over the text. At each attention it collects the Gram matrix of QKV's inputs and
+quantizes QKV, does the same for O, and goes on through the quantized layers; the LM head comes last. So each layer is
+quantized for the inputs that it will have in service.
 
-transformers' code runs the model, gpt-oss's experts packed on this fork's operator: what fits a Spark beside the
-checkpoint. Beside the model there is at most one layer's float64 copy (16,384 rows of the head's), or, while losses are
-measured, the head in float32 twice: as it was and as it has become.
+transformers' code runs the model, with gpt-oss's experts packed on this fork's operator, so that a Spark's memory
+suffices. Besides the model, memory holds at most one layer's float64 copy (16,384 rows of the head's), or, while losses
+are measured, the head twice in float32, before and after.
 
-A layer whose file is there already is read and not quantized again. The forward pass before it is the same, so that a run
-that was interrupted ends with the bytes of one that was not.
+If a layer's file exists, it is read and the layer is not quantized again. The forward pass up to it is the same, so an
+interrupted run that is resumed ends with the same bytes as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Run:
     subject : Subject
         The model; its QKV and O are quantized in place.
     folder : Path
-        Made, or that of a run with the same parameters, which goes on.
+        The folder to make; or the folder of an interrupted run with the same parameters, to resume it.
     formats : dict
         The formats of ``qkv``, ``o`` and ``lm_head``; ``bf16`` leaves a kind out.
     windows : list

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "texts"
 
 
 def texts(kind: str) -> list[str]:
-    """Those of ``evaluation`` or ``calibration``: prose and code."""
+    """The texts of ``evaluation`` or ``calibration``: prose and code."""
     return [path.read_text(encoding="utf-8") for path in sorted((FOLDER / kind).glob("*.txt"))]
 
 

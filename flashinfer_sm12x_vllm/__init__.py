@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's plugin of the SM12x fork: gpt-oss on this fork's kernels, without a file of vLLM's being touched.
+"""The SM12x fork's plugin for vLLM: gpt-oss on this fork's kernels, with no change to vLLM's files.
 
-vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. Where no GPU of the
-SM12x family is (:mod:`.devices`), where it is switched off, or where ``import flashinfer`` is not this fork
-(``flashinfer._version``), it returns before it imports anything of vLLM's model code.
+vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. It returns before
+it imports any of vLLM's model code if there is no GPU of the SM12x family (:mod:`.devices`), if it is switched off, or
+if ``import flashinfer`` is not this fork (``flashinfer._version``).
 
 ===============  =====================================================================================
-``settings``     what a user can choose, from where, and the errors
-``contacts``     what the plugin touches of vLLM, and which part goes without it where that moved
+``settings``     the user's choices, their sources, and the errors
+``contacts``     vLLM's names that the plugin uses, and the part that is switched off if one has moved
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
@@ -17,8 +17,8 @@ SM12x family is (:mod:`.devices`), where it is switched off, or where ``import f
 ``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network
 ``compiler``     whether this machine can compile for its GPU
-``memory``       vLLM's share of a memory that is the host's, too, and the weights' load watched
-``reach``        what is said of choices that do not apply
+``memory``       vLLM's share of memory that GPU and host share, and a watch over the weights' load
+``reach``        warnings about choices that do not apply
 ``table``        the table in the log
 ===============  =====================================================================================
 """
@@ -35,12 +35,12 @@ outcome = "it was not registered"
 
 
 def register() -> None:
-    """The entry point: called once or more in every process of vLLM. Where it cannot be installed vLLM goes on.
+    """The entry point, called once or more in every process of vLLM. If the plugin cannot be installed, vLLM goes on.
 
     Raises
     ------
     ValueError
-        A variable of this fork is none of what it may be. vLLM ends with that line.
+        A variable of this fork has a value that it cannot have; vLLM then ends with the message.
     """
     global _registered, outcome
     if _registered:

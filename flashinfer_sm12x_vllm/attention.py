@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's attention with sinks on machines that cannot reach NVIDIA's server of cubins.
 
-vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s; else
-it takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on
-Hopper decode is XQA, prefill FA2 or (Hopper) FA3, and FlashInfer compiles these from sources in its wheel: no cubin is
-needed, a compiler is.
+vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s;
+otherwise it takes TRITON_ATTN and logs nothing. The check is meant for the kernels of data-centre Blackwell. On SM12x
+and on Hopper decode is XQA and prefill FA2 or (Hopper) FA3, which FlashInfer compiles from sources in its wheel: they
+need a compiler and no cubin.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from . import compiler, contacts, devices, settings
 
 
 def _vllm_flashinfer() -> Any:
-    """Where vLLM asks what FlashInfer can do; not imported above, because the table of the log is made without it, too."""
+    """vLLM's module of checks of what FlashInfer can do. Imported here, because the log's table must work without it,
+    too."""
     from vllm.utils import flashinfer
 
     return flashinfer
 
 
 def why_not_compiled() -> str:
-    """Why XQA cannot be compiled here, and what to do; an empty text if it can: vLLM and FlashInfer look in places of
-    their own."""
+    """The reason why XQA cannot be compiled here, and a remedy; empty if it can. vLLM and FlashInfer each look for a
+    compiler in places of their own."""
     if reason := compiler.why_none():
         return reason
     if _vllm_flashinfer()._flashinfer_nvcc_path() is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM asks what a gpt-oss layer is made of: the quantization config, and the model's hook into the server's
-config."""
+"""The two objects by which vLLM chooses gpt-oss's layers: the quantization config, and the model's hook into the
+server's config."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ ARCHITECTURE = "GptOssForCausalLM"
 MODEL = "flashinfer_sm12x_vllm.model_class:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
 # Suffixes of vLLM's module names.
 DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
-# Decode batches of a Spark are small, and a size that is not captured is padded to the next. Every size to 8, and steps of
-# at most a fifth after that. On an H200 padding costs nothing that shows (docs/serving.md), nor does capturing.
+# A Spark's decode batches are small, and vLLM pads a batch to the next captured size. So every size up to 8 is
+# captured, and later ones in steps of at most a fifth. On an H200 neither padding nor capturing costs measurable time
+# (docs/serving.md).
 GRAPH_SIZES = (*range(1, 9), 10, 12, 14, 16, *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 
 
 class SM12xGptOssConfig(GptOssMxfp4Config):
-    """gpt-oss's quantization config, with experts and dense layers as :mod:`.settings` has them."""
+    """gpt-oss's quantization config, with experts and dense layers by the choices of :mod:`.settings`."""
 
     def _make_moe_method(self, moe_config: Any) -> Any:
         moe = contacts.module("experts")
@@ -87,11 +88,11 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
 
 
 replaced: Any = None
-"""vLLM's entry for the model, in whose place :data:`MODEL` is."""
+"""vLLM's entry for the model, which :data:`MODEL` replaces."""
 
 
 def install() -> None:
-    """Register the classes above; what another plugin has replaced stays as it is."""
+    """Register the classes above, unless another plugin has replaced vLLM's entry."""
     global replaced
     register_quantization_config(settings.CHECKPOINTS)(SM12xGptOssConfig)
     replaced = ModelRegistry.models.get(ARCHITECTURE)

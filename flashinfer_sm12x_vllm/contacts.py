@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's contacts with vLLM, by part: a part of which something moved is left to vLLM, and the others go on.
+"""The plugin's contacts with vLLM, by part. If a contact of a part has moved, that part is left to vLLM, and the others
+go on.
 
-A contact is a name, and where it matters how it is called or overridden:
+A contact is a name of vLLM's, with the form of its call or its override if that matters:
 
 ``f``               it is there
 ``f(2, x, y)``      it can be called with two positional arguments and these keywords
 ``f <- (layer, x)``  it is overridden here: vLLM passes exactly these
 
-``Class.name`` may be what a class or one of its bases has, a field, or what a method assigns to ``self``. ``tools/contacts.py``
-reads the same table and asks it of a wheel that is not imported; so nothing of vLLM's is imported here until a part is
-asked for.
+``Class.name`` may be an attribute of a class or one of its bases, a field, or an attribute that a method assigns to
+``self``. ``tools/contacts.py`` checks a wheel against the same table without importing it; so nothing of vLLM's is
+imported here until a part is asked for.
 """
 
 from __future__ import annotations
@@ -260,16 +261,17 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Part -> module -> contacts in it."""
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",), "nvfp4": ("experts",)}
-"""Part -> others that it cannot be without; all of them need ``config``."""
+"""Part -> other parts that it needs; all of them need ``config``."""
 
 
 class Contact(NamedTuple):
     """One entry of :data:`TABLE`.
 
     Attributes:
-        path: The name, with those of the classes around it.
-        call: How many positional arguments it is called with, and which keywords; None: it is not called.
-        takes: The parameters that vLLM passes to what overrides it here; None: nothing does.
+        path: The name, qualified by its classes.
+        call: The number of positional arguments of the plugin's call, and its keywords; None: the plugin does not call
+            it.
+        takes: The parameters that vLLM passes to the plugin's override; None: the plugin does not override it.
     """
 
     module: str

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """QKV, O and the LM head in a block-scaled format, quantized while they are loaded or before, on this fork's kernels.
 
-A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
-layer's bf16 copy is the most that is there beside the model. What a folder of ``sm12x-quantize`` holds takes the place
-of the checkpoint's weight, once that has been seen to be the one that was quantized. With ``--linear-backend`` vLLM's
-kernel of that name computes instead, of the formats that vLLM has.
+A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows, and freed before the next one:
+besides the model, memory holds at most one layer's bf16 copy. A layer from a folder of ``sm12x-quantize`` replaces the
+checkpoint's weight after a hash has shown that this is the weight that was quantized. With ``--linear-backend`` vLLM's
+kernel of that name computes instead, if vLLM has the format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .settings import Choice
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
-VLLMS = ("mxfp8", "mxfp4")  # formats of which --linear-backend may name a kernel of vLLM's
+VLLMS = ("mxfp8", "mxfp4")  # formats for which --linear-backend may name a kernel of vLLM's
 PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 
 
@@ -84,7 +84,7 @@ class ForkKernel:
         return made
 
     def norms(self, layer: Any, rows: int) -> bool:
-        """Whether :meth:`apply_behind_norm` is one launch for so many rows."""
+        """Whether :meth:`apply_behind_norm` is one launch for this number of rows."""
         from flashinfer.gemm.sm12x_dense_norm import most_tokens
 
         return self.activation == "bf16" and rows <= most_tokens(self.weights, layer.input_size_per_partition)
@@ -92,7 +92,8 @@ class ForkKernel:
     def apply_behind_norm(
         self, layer: Any, x: torch.Tensor, residual: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer of ``x + residual`` ``[rows, K]`` behind vLLM's RMSNorm ``norm``, and that sum."""
+        """Apply vLLM's RMSNorm ``norm`` and the layer to ``x + residual`` ``[rows, K]``; return the outputs and that
+        sum."""
         made = self._dense(layer, layer.bias, x.dtype)
         out, total = made.run_behind_norm(
             x, norm.weight, residual=residual, eps=norm.variance_epsilon, next_weights=self.next_weights
@@ -106,7 +107,7 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
     Raises
     ------
     ValueError
-        vLLM's, when the kernel that was named cannot serve the format.
+        vLLM's error if the named kernel cannot serve the format.
     """
     if _is_ours(choice.weights):
         return ForkKernel(choice)
@@ -124,19 +125,20 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     """Refuse quantized layers whose kernel nothing can compile, before weights are loaded.
 
-    CUDA stays untouched: ``nvcc`` is asked for its version. Whether prebuilt kernels fit is seen when they are loaded, and
-    other nodes may have what this one lacks.
+    It does not initialize CUDA; it only asks ``nvcc`` for its version. Whether prebuilt kernels fit shows when they are
+    loaded. With several nodes it refuses nothing, because others may have a compiler.
 
     Raises
     ------
     ValueError
-        There is neither a CUDA compiler for this GPU nor a wheel of kernels; with what to install and how to do without.
+        There is neither a CUDA compiler for this GPU nor a wheel of kernels; the message says what to install, and how
+        to do without.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     elsewhere = parallel.distributed_executor_backend == "ray" or parallel.nnodes > 1
     if vllm_config.device_config.device_type != "cuda" or elsewhere or _has_prebuilt():
         return
-    # The others are this fork's in such checkpoints, unless --quantization-config names them.
+    # In such checkpoints QKV and O are this fork's, unless --quantization-config names them.
     quantizes = model.quantization == settings.CHECKPOINTS and model.quantization_config is None
     kinds = ["qkv", "o"] if quantizes else []
     kinds += ["lm_head"] if model.runner_type == "generate" else []
@@ -161,7 +163,7 @@ def _has_prebuilt() -> bool:
 
 
 def _is_ours(weights: str) -> bool:
-    """Whether this fork's kernel computes the format: ``--linear-backend`` names none of vLLM's."""
+    """Whether this fork's kernel computes the format, because ``--linear-backend`` names no kernel of vLLM's."""
     return bool(linear._get_linear_backend(quantization=weights) == "auto")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that ``sm12x-quantize`` made, in place of those that are quantized while they are loaded.
 
-vLLM loads the checkpoint's bf16 weight as ever. What arrives is hashed: if it is the weight that was quantized, a rank's
-part of the folder's takes its place, cut by vLLM's own loader of that layer.
+vLLM loads the checkpoint's bf16 weight as usual. The weight is hashed: if it is the one that was quantized, the rank's
+part of the folder's weight replaces it, cut by vLLM's own loader of that layer.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Layer:
     Parameters
     ----------
     folder : str
-        On this machine.
+        The folder's path on this machine.
     kind : str
         ``qkv``, ``o`` or ``lm_head``.
     prefix : str
@@ -163,5 +163,5 @@ def _number(name: str) -> int | None:
 
 
 def _shard(name: str) -> str:
-    """Which of its layer's shards a module is; empty: it is the whole layer."""
+    """The shard of its layer that a module is; empty: it is the whole layer."""
     return SHARDS.get(name.rpartition(".")[2], "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the fork serves this machine's GPU; asked without initializing CUDA and without importing flashinfer."""
+"""Tells whether the fork serves this machine's GPU, without initializing CUDA and without importing flashinfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def served() -> bool:
     Raises
     ------
     ValueError
-        The variable is none of what it may be.
+        The variable has a value that it cannot have.
     """
     from vllm.platforms import current_platform
 

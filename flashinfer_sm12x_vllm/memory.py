@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host that shares its memory with its GPU, as a DGX Spark does: vLLM's share of it, and the weights' load watched.
+"""Guards a host that shares its memory with its GPU, as a DGX Spark does: it bounds vLLM's share and watches the
+weights' load.
 
-Numbers and reasons are ``flashinfer/sm12x/host_memory.py``'s.
+``flashinfer/sm12x/host_memory.py`` has the numbers and their reasons.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ PAGE = 'docs/troubleshooting.md, "Hosts that hang"'
 
 
 def shared() -> bool:
-    """Whether the host's memory is the GPU's, asked without initializing CUDA.
+    """Whether host and GPU share memory, found without initializing CUDA.
 
-    By the GPU, too, and not by sizes alone: a host with 32 GB of its own beside a card of 32 GB is common.
+    The GPU's model counts as well as the sizes: a host with 32 GB of its own and a card with 32 GB is common.
     """
     from vllm.platforms import current_platform
 
@@ -34,18 +35,20 @@ def shared() -> bool:
 
 
 def bound_share(vllm_config: Any) -> None:
-    """On such a host lower vLLM's default of ``--gpu-memory-utilization`` to this fork's, and warn of a user's that is above.
+    """On such a host lower vLLM's default of ``--gpu-memory-utilization`` to this fork's; warn if a user's own is
+    larger.
 
-    vLLM does not say whether a number was given. The default's own is taken for none, and the line in the log says so.
+    vLLM does not say whether the user gave a number. A number equal to the default is taken for the default, and the
+    log says so.
     """
     cache = vllm_config.cache_config
     given, default, share = cache.gpu_memory_utilization, type(cache).gpu_memory_utilization, host_memory.SHARE
-    if given <= share or cache.kv_cache_memory_bytes is not None:  # bytes that were named take the share's place
+    if given <= share or cache.kv_cache_memory_bytes is not None:  # a number of bytes overrides the share
         return
     try:
         if not shared():
             return
-    except Exception as error:  # whatever NVML or a process that asks CUDA can fail with: vLLM goes on without, too
+    except Exception as error:  # NVML, or a process that asks CUDA, may fail in any way: vLLM goes on without, too
         logger.warning(
             "flashinfer-sm12x: the GPU does not tell its memory (%s): %s of it is taken; where it is the host's, pass "
             "--gpu-memory-utilization %s (%s)",
@@ -76,12 +79,13 @@ def bound_share(vllm_config: Any) -> None:
 
 
 def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights, as long as a host that shares its memory keeps ``HEADROOM`` of it free. Page cache counts as free.
+    """Yield the same weights; fail if a host that shares its memory has less than ``HEADROOM`` free (page cache
+    included).
 
     Raises
     ------
     RuntimeError
-        It does not: the load ends before the host stops answering.
+        Too little is free; the load ends before the host stops answering.
     """
     watches = shared()
     for name, tensor in weights:

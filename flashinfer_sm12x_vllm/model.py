@@ -81,13 +81,13 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As vLLM's model does, unless the host runs out of memory (:func:`.memory.watched`)."""
+        """Load weights as vLLM's model does, but fail before the host runs out of memory (:func:`.memory.watched`)."""
         loaded: set[str] = super().load_weights(memory.watched(weights))
         return loaded
 
 
 def reason_against(config: VllmConfig, model: Any) -> str:
-    """Why every step of a model is left to vLLM, or an empty text."""
+    """The reason to leave every step of a model to vLLM; empty if there is none."""
     if settings.resolve(config.additional_config).decode == "vllm":
         return "chosen"
     parallel, compilation = config.parallel_config, config.compilation_config
@@ -238,7 +238,8 @@ class DecodeSteps:
 
 
 def _is_decode(metadata: Any, rows: int) -> bool:
-    """Whether a layer's step is as many new tokens of each sequence, for XQA: one, or a window that verifies a draft."""
+    """Whether a layer's step goes to XQA with equally many new tokens per sequence: one, or a window that verifies a
+    draft."""
     if not isinstance(metadata, FlashInferMetadata) or metadata.num_prefills or not metadata.causal:
         return False
     decode = metadata.decode
@@ -353,9 +354,10 @@ class Attention:
     def attend(
         self, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor, workspace: torch.Tensor
     ) -> torch.Tensor:
-        """Of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
+        """Attention of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; padding rows write nothing to the cache.
 
-        A padded sequence has length 0 (FULL graphs), or there are more rows than tokens: what those rows get means nothing.
+        Padding is a sequence of length 0 (FULL graphs), or rows beyond the tokens; the outputs of these rows are
+        undefined.
         """
         layer, rows, decode = self.layer, qkv.shape[0], metadata.decode
         tokens = metadata.num_decodes * decode.q_len_per_req

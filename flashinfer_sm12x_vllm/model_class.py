@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model class of gpt-oss that vLLM imports: :mod:`.model`'s, or vLLM's own where something that :mod:`.model`
-touches moved."""
+"""The model class of gpt-oss that vLLM imports: :mod:`.model`'s, or vLLM's own if a name that :mod:`.model` uses has
+moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _chosen() -> Any:
     if model is not None:
         return model.SM12xGptOssForCausalLM
     table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
-    # Where the plugin is not registered, vLLM's own entry is still there.
+    # If the plugin is not registered, the registry still has vLLM's own entry.
     return (config.replaced or ModelRegistry.models[config.ARCHITECTURE]).load_model_cls()
 
 

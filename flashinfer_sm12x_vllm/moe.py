@@ -161,18 +161,19 @@ class SM12xMxfp4AutoExperts(SM12xAutoExperts, SM12xMxfp4Experts):
 
 
 def activations_of(moe: Any, chosen: Settings) -> str:
-    """To what a layer's experts round their tokens: ``a8`` (MXFP8), ``a16`` (not at all), or ``auto``, by their number."""
+    """The rounding of a layer's tokens by its experts: ``a8`` (to MXFP8), ``a16`` (none), or ``auto`` (by their
+    number)."""
     if _user_moe_activation_override():  # mxfp8: reason_against() leaves the others to vLLM
         return "a8"
     activations = chosen.choice("moe").activations
     if activations != "auto":
         return activations
-    # W4A16 takes bf16 alone, and tokens that vLLM quantized are MXFP8.
+    # W4A16 takes only bf16 tokens, and tokens that vLLM has quantized are MXFP8.
     return "a8" if chosen.moe_input == "mxfp8" or moe.in_dtype is not torch.bfloat16 else "auto"
 
 
 def most_exact_tokens(moe: Any) -> float:
-    """The most tokens of a step that ``auto`` experts multiply as they are; infinite where that is any number."""
+    """The most tokens of a step that ``auto`` experts multiply without rounding; infinite if they never round."""
     from flashinfer.fused_moe.sm12x_planner import most_exact_tokens
     from flashinfer.sm12x.backend import kernels
 
@@ -197,7 +198,7 @@ def build(device_type: str, hidden: int, inter: int, weights: str = "mxfp4") -> 
     start = time.monotonic()
     try:
         prepare(hidden, inter, weights=weights)
-    except Exception as error:  # whatever a compiler or a linker can fail with
+    except Exception as error:  # a compiler or a linker may fail in any way
         return f"{name} could not be built: {error}"
     logger.info("flashinfer-sm12x: %s is ready after %.0f s", name, time.monotonic() - start)
     return ""
@@ -290,7 +291,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
     """gpt-oss's experts on this fork: weights ``[up; gate]``, scales in 128x4 layout, nothing padded but scales."""
 
     def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts], why: str) -> None:
-        # Not the parent's: that one selects a backend of vLLM's.
+        # Skip the parent's __init__, which selects a backend of vLLM's.
         FusedMoEMethodBase.__init__(self, moe)
         self.moe_kernel: Any = None
         self.weight_dtype = "gpt_oss_mxfp4"
@@ -332,7 +333,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
             routing_tables=layer._expert_routing_tables(),
         )
         for name in CONSTANTS:
-            # Sleep mode, level 2, keeps buffers and nothing else.
+            # Sleep mode at level 2 keeps only buffers.
             tensor = getattr(self.moe_kernel.fused_experts, name, None)
             if tensor is not None:
                 layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
@@ -348,14 +349,16 @@ def note_built() -> None:
 
 
 def were_built() -> bool:
-    """Whether :func:`note_built` was called for the model that vLLM is building, gpt-oss's own experts apart."""
+    """Whether :func:`note_built` was called for the model that vLLM is building; gpt-oss's own experts do not call
+    it."""
     return _built_for is not None and _built_for is get_current_vllm_config_or_none()
 
 
 def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's selection of MXFP4 experts; it gives :class:`SM12xMxfp4Experts` where this fork serves the layer.
+    """vLLM's selection of MXFP4 experts, changed to give :class:`SM12xMxfp4Experts` if this fork serves the layer.
 
-    That is with ``--moe-backend auto`` and ``flashinfer_cutlass``, unless the checkpoint asks for other activations.
+    This fork serves it with ``--moe-backend auto`` and ``flashinfer_cutlass``, unless the checkpoint asks for other
+    activations.
     """
 
     def selected(moe: Any, activation_key: Any = None) -> Any:

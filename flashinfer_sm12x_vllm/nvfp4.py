@@ -47,7 +47,7 @@ class SM12xNvfp4Experts(moe.SM12xAutoExperts):
         return False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Not vLLM's, which multiplies global scales by those of quantized activations."""
+        """Replaces vLLM's, which multiplies global scales by those of quantized activations."""
         moe.require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
 
     def workspace_shapes(

@@ -56,8 +56,8 @@ def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
 
 
 def tell_of_another_model(architecture: str) -> None:
-    """Where another model's head is built, behind its layers, warn of the choices that are gpt-oss's alone, and of
-    ``moe`` if no MXFP4 experts were built."""
+    """Warn of choices that apply only to gpt-oss, and of ``moe`` if no MXFP4 experts were built. Called when another
+    model's head is built, which vLLM does after its layers."""
     if given := chosen(tuple(key for key in OF_LAYERS if key != "moe")):
         logger.warning_once(
             "flashinfer-sm12x: %s do not apply to %s: these choices are gpt-oss's",

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's choices: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxint8"}}'``, or
-``FLASHINFER_SM12X_VLLM`` where that is out of reach; ``{"sm12x": {"dense": "FOLDER"}}`` has layers that
-``sm12x-quantize`` made.
+``FLASHINFER_SM12X_VLLM`` if the command line is out of reach; ``{"sm12x": {"dense": "FOLDER"}}`` names a folder of
+layers that ``sm12x-quantize`` made.
 
-The variable is ``0`` (the plugin does nothing), ``1``, or text as the command line may have it: a preset, ``key=value``
-pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=bf16``. What the command line chooses wins
-over the variable.
+The variable is ``0`` (the plugin does nothing), ``1``, or the command line's choices as text: a preset, ``key=value``
+pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=bf16``. The command line's choices
+override the variable's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from flashinfer_sm12x_quantize import manifest  # imports nothing of flashinfer
 
 
 def load(path: str) -> Any:
-    """A file of ``flashinfer/`` that needs nothing of it; vLLM has plugins registered before it may be imported."""
+    """Load a file of ``flashinfer/`` that imports nothing else of it: vLLM registers plugins before flashinfer may be
+    imported."""
     file = Path(__file__).resolve().parents[1] / "flashinfer" / path
     spec = importlib.util.spec_from_file_location(f"_flashinfer_sm12x_{file.stem}", file)
     assert spec is not None
@@ -60,7 +61,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One value of ``variables.CHOICES`` for each key, and the folder of quantized layers if there is one."""
+    """One value of ``variables.CHOICES`` for each key, and the folder of quantized layers, if any."""
 
     moe: str = "auto"
     qkv: str = "bf16"
@@ -75,8 +76,8 @@ class Settings:
     def choice(self, kind: str) -> Choice:
         """The choice for ``moe``, ``qkv``, ``o`` or ``lm_head``.
 
-        Without ``-a8`` or ``-a16`` the experts take MXFP8 activations (W4A8) and dense layers bf16 ones. ``auto`` experts
-        take either, by a step's number of tokens.
+        A choice without ``-a8`` or ``-a16`` means MXFP8 activations (W4A8) for experts and bf16 ones for dense layers.
+        ``auto`` experts take either, by a step's number of tokens.
         """
         if (kind, self.moe) == ("moe", "auto"):
             return Choice("mxfp4", "auto")

@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How far one vLLM server's next-token probabilities are from another's, on the same text: decode and prefill apart.
+"""Compare vLLM servers' next-token probabilities on the same text, separately for decode and prefill.
 
     scripts/compare_answers.py openai/gpt-oss-120b --text notes.txt
     scripts/compare_answers.py openai/gpt-oss-20b --ways "moe=mxfp4-a16;spark,moe=mxfp4-a16;0" --streams 1,16
     scripts/compare_answers.py --urls http://127.0.0.1:8000,http://127.0.0.1:8001 --top 20
 
-The first server is the reference. Those of --ways are started one after the other: each is a value of FLASHINFER_SM12X_VLLM
-(docs/serving.md), and 0 is vLLM without this fork's plugin. Or those at --urls are asked. In decode every
-server is made to write the same tokens, those of the text, so that each step has one answer to compare: vLLM computes them
-in its decode steps, --streams at a time, and says what it would have chosen. In prefill it reads the same text as a prompt.
+The first server is the reference. The servers of --ways are started one after the other: each is a value of
+FLASHINFER_SM12X_VLLM (docs/serving.md), and 0 is vLLM without this fork's plugin. Servers at --urls already run. In
+decode every server is forced to write the text's tokens, so that each step has one answer to compare: vLLM computes
+them in its decode steps, --streams at a time, and reports the tokens that it would have chosen. In prefill it reads the
+same text as a prompt.
 
-Servers give the --top most likely tokens. All others count as one, "the rest", so that the KL divergence printed is at most
-the true one. Perplexity and the first choice are exact. The reference against itself at another number of streams is what
-batches alone change. A server at --urls needs: --enable-trace-replay --enable-scale-out --max-logprobs 64.
+Servers give the --top most likely tokens. All others count as one, "the rest", so the KL divergence printed is at most
+the true one. Perplexity and the first choice are exact. Comparing the reference with itself at another number of
+streams shows the effect of the batch size alone. A server at --urls needs: --enable-trace-replay --enable-scale-out
+--max-logprobs 64.
 
-What stands after ``--`` goes to each server. Needs what vLLM needs, and the standard library.
+Words after ``--`` are passed to each server. Needs what vLLM needs, and the standard library.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ def prefilled(url: str, asked: Asked) -> Windows:
 
 
 def measured(url: str, asked: Asked, streams: Sequence[int]) -> dict[str, Windows]:
-    """By the name of the path."""
+    """A server's answers for each path: decode at each number of streams, and prefill."""
     found = {}
     for count in streams:
         began = time.monotonic()
@@ -200,9 +202,9 @@ def measured(url: str, asked: Asked, streams: Sequence[int]) -> dict[str, Window
 
 
 def divergence(p: Row, q: Row) -> float:
-    """KL of two distributions of which the likeliest tokens are known: at most the true one.
+    """KL divergence of two distributions by their likeliest tokens; at most the true one.
 
-    Tokens that only one of them tells belong to the rest. Joining outcomes never makes a divergence larger.
+    Tokens that only one of the two lists belong to the rest. Joining outcomes never makes a divergence larger.
     """
     shared = p.keys() & q.keys()
     total = sum(math.exp(p[token]) * (p[token] - q[token]) for token in shared)

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a model with vLLM several ways, one after the other, and print one table of what ``vllm bench serve`` measured.
+"""Serve a model with vLLM several ways, one after the other, and print one table of ``vllm bench serve``'s
+measurements.
 
     scripts/compare_vllm.py openai/gpt-oss-20b
     scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --max-num-batched-tokens 8192
     scripts/compare_vllm.py openai/gpt-oss-120b --url http://127.0.0.1:8000 --streams 1 --input 2048,6144 --output 32
 
-Prompts are random token ids for ``/v1/completions``, and no two measurements have a prompt in common, so that none
-is found in the prefix cache. They need no text that a person would read: a server of random weights will do. What
-stands after ``--`` goes to each server. Servers listen on 127.0.0.1 and, where the GPU has no memory of its own, take
-this fork's share of it and not vLLM's. Needs what vLLM needs, and the standard library.
+Prompts are random token ids for ``/v1/completions``, and no two measurements have a prompt in common, so that none is
+found in the prefix cache. Answers need not make sense: a server with random weights will do. Words after ``--`` are
+passed to each server. Servers listen on 127.0.0.1 and, if the GPU has no memory of its own, take this fork's share of
+it and not vLLM's. Needs what vLLM needs, and the standard library.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def measure_all(given: argparse.Namespace, way: str, url: str, folder: Path) -> 
         token, first = (
             f"{found[f'mean_{name}_ms']:,.2f} ± {found[f'std_{name}_ms']:,.2f}" for name in ("tpot", "ttft")
         )
-        # With several streams a prompt waits for others', so that its time gives no rate.
+        # With several streams a prompt's time includes waiting for other prompts, so it gives no rate.
         prefill = f"{1000 * prompt / found['mean_ttft_ms']:,.0f}" if streams == 1 else ""
         cells = (way, streams, f"{prompt:,}", f"{found['output_throughput']:,.1f}", token, first, prefill)
         print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Where a decode step's time goes in vLLM's engine: its kernels by share, from torch's profiler.
+"""Print each kernel's share of a decode step's time in vLLM's engine, from torch's profiler.
 
     scripts/profile_decode.py openai/gpt-oss-20b --batch 1
     scripts/profile_decode.py --layers 4 --batch 8 --context 8192     # random weights, nothing is downloaded
     scripts/profile_decode.py --layers 4 --set moe=mxfp4-a16,qkv=mxfp8
 
 The engine runs in this process, with CUDA graphs and a KV cache in HND order (pages whose tokens of one head lie
-together, as for docs/performance.md's times of decode attention). An answer of N + 1 tokens is profiled and one of 1
-token; the difference, by N, is a step. *busy* is the time in which the GPU ran a kernel, the rest of the step is the
-host's or a launch's. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
+together, as for docs/performance.md's times of decode attention). It profiles an answer of N + 1 tokens and one of 1
+token; a step is their difference divided by N. *busy* is the time in which the GPU ran a kernel; the rest of a step is
+host or launch time. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Serve for some minutes what real clients do, and see that memory does not grow and that answers stay the same.
+"""Load a server for some minutes as real clients do; check that its memory does not grow and its answers do not change.
 
     scripts/soak_server.py openai/gpt-oss-20b --minutes 10 -- --kv-cache-dtype fp8
     scripts/soak_server.py --layers 4 --minutes 5           # a gpt-oss of random weights, nothing is downloaded
 
-Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, chats with and without a
-tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no request
-and no KV cache, and one greedy answer must be what it was in the first round. Printed for each round: requests,
-tokens/s, memory of the server's processes and of the GPUs. Memory has grown if its median of the last third of the
-rounds is more than ``--allow-mib`` above that of the middle third; the first third warms up. Exit status: 0 all is
-well, 1 it is not, with the reason in the last line. What stands after ``--`` goes to ``vllm serve``. Needs what vLLM
-needs.
+A round mixes completions, streamed completions, streams whose client hangs up after a few tokens, and chats with and
+without a tool, ``--streams`` of these at once. After each round the idle server must hold no request and no KV cache,
+and one greedy answer must equal that of the first round. Each round prints requests, tokens/s, and memory of the
+server's processes and of the GPUs. Memory has grown if its median over the last third of the rounds exceeds that over
+the middle third by more than ``--allow-mib``; the first third warms up. Exit status: 0 if all is well, 1 if not, with
+the reason in the last line. Words after ``--`` are passed to ``vllm serve``. Needs what vLLM needs.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ async def soak(url: str, pid: int, given: argparse.Namespace, rows: list[dict[st
 
 
 def growth(rows: list[dict[str, Any]], allowed: float) -> str:
-    """Which memory grew between the middle and the last third of the rounds, or an empty text."""
+    """The kind of memory that grew between the middle and the last third of the rounds, in words; empty if none did."""
     third = len(rows) // 3
     for name in ("host_mib", "gpu_mib"):
         values = [row[name] for row in rows]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Does this GPU compute what it should: gpt-oss's MoE layer, the grouped GEMM and attention with sinks, as one table.
+"""Verify this GPU's results for gpt-oss's MoE layer, the grouped GEMM and attention with sinks, as one table.
 
     scripts/verify_gpu.py --quick          # a minute or two besides what is compiled for the first time
     scripts/verify_gpu.py
@@ -8,11 +8,11 @@
     scripts/verify_gpu.py --virtual        # no GPU: small layers by the compiled kernels on the virtual SM121
 
 Layer and GEMM are compared element by element with a float64 reference and the bound that float32 sums have
-(``flashinfer.testing``), twice and bit for bit; on a GPU also from a CUDA graph. Attention is FlashInfer's own, as
-vLLM calls it on SM12x (decode by XQA, prefill by FA2, pages in HND order), compared with float64 within the roundings
-to bf16 that it makes. *used* is the largest error as a share of its bound: 1 is as much as may be. The last column is
-the time of a call with everything in cache, not a benchmark. Exit status 0 if all agree, 1 if not, or with a line
-that says what is missing. On Hopper set FLASHINFER_SM12X_MOE=1.
+(``flashinfer.testing``), twice and bit for bit; on a GPU also from a CUDA graph. Attention is FlashInfer's own, as vLLM
+calls it on SM12x (decode by XQA, prefill by FA2, pages in HND order), compared with float64 within the roundings to
+bf16 that it makes. *used* is the largest error as a share of its bound; more than 1 is wrong. The last column is the
+time of a call with everything in cache, not a benchmark. Exit status 0 if all agree; 1 if not, or if something is
+missing, with a line that names it. On Hopper set FLASHINFER_SM12X_MOE=1.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def attention_reference(
 
 
 def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The error from rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and from float32 arithmetic;
-    that of the output is counted where it is compared. It is doubled for the running maximum's rescaling."""
+    """The bound on errors from rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and from float32
+    arithmetic, doubled for the running maximum's rescaling. The comparison adds the output's own rounding."""
     return torch.full_like(reference, 2 * 2.0**-9 * float(value.abs().max()))
 
 

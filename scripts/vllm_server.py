@@ -126,16 +126,16 @@ def gpu_bytes() -> int:
 
 
 def share(gpu: int) -> float:
-    """vLLM's share of a GPU with ``gpu`` bytes: this fork's where the host has no other memory, else vLLM's own.
+    """vLLM's share of a GPU with ``gpu`` bytes: this fork's if the GPU shares the host's memory, else vLLM's own.
 
-    What cannot be told counts as the host's memory: too small a share costs KV cache, too large a one the host.
+    If that cannot be told, the memory counts as shared: too small a share costs KV cache, but too large a one the host.
     """
     host = host_memory.read()
     return host_memory.SHARE if host is None or host_memory.is_shared(host, gpu) else host_memory.VLLM_SHARE
 
 
 def serve(model: str, given: argparse.Namespace, *words: str) -> list[str]:
-    """The command of a server that answers this machine alone; options after ``--`` take the place of the defaults."""
+    """The command of a server that answers only this machine; options after ``--`` override the defaults."""
     defaults = {"--host": "127.0.0.1", "--gpu-memory-utilization": str(share(gpu_bytes()))}
     own = {word.partition("=")[0].replace("_", "-") for word in given.server}
     command = [*VLLM, "serve", model, "--port", str(given.port)]
@@ -149,7 +149,7 @@ class ServerEnded(RuntimeError):
 
 
 def ended(server: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words, or an empty text while it runs."""
+    """The way a process ended, in words; empty while it runs."""
     code = server.poll()
     if code is None:
         return ""
@@ -157,7 +157,8 @@ def ended(server: subprocess.Popen[bytes]) -> str:
 
 
 def reason(log: Path) -> str:
-    """The last error that a log names, behind a colon; an engine's goes before the server's that refers to it."""
+    """The last error that a log names, after a colon. An engine's error is preferred to the server's that refers to
+    it."""
     named = re.findall(r"\b[\w.]*(?:Error|Exception): .*", log.read_text(errors="replace"))
     named = [line for line in named if "root cause above" not in line]
     return f": {named[-1][:300]}" if named else ""

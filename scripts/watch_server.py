@@ -5,12 +5,12 @@
     scripts/watch_server.py openai/gpt-oss-20b --requests 500 --streams 8
     scripts/watch_server.py openai/gpt-oss-20b --replay crash_1.jsonl
 
-Sends random requests (or those of a file), streamed, and keeps count of every token that came. When the server ends,
-or stops answering, it says how, what its log said, and of each request in flight its prompt and the step it was in:
-prefill, or which token of the answer at which position. The requests go to ``crash_N.jsonl``. Then the server is
-started again with CUDA_LAUNCH_BLOCKING=1 and FLASHINFER_SM12X_CHECK=1, so that an error is reported by the call that
-made it, and gets these requests one by one, then all at once: what crashes it again is named. After that it goes on
-with the next requests. Exit status: 0 without a crash, 1 with one. What stands after ``--`` goes to ``vllm serve``.
+Sends random requests (or those of a file), streamed, and counts every token that arrives. When the server ends or stops
+answering, the watch prints how it ended and the errors of its log, and for each request in flight its prompt and its
+step: prefill, or the token of the answer and its position. It writes the requests to ``crash_N.jsonl``. It then starts
+the server again with CUDA_LAUNCH_BLOCKING=1 and FLASHINFER_SM12X_CHECK=1, so that the failing call itself reports the
+error, sends these requests one by one, then all at once, and names those that crash it again. After that it goes on
+with the next requests. Exit status: 0 without a crash, 1 with one. Words after ``--`` are passed to ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import vllm_server
 with contextlib.suppress(ImportError):  # --help does without
     import aiohttp
 
-# Errors are then reported where they are made, and expert ids are looked at before each launch.
+# With these the failing call itself reports its error, and expert ids are checked before each launch.
 SYNCHRONOUS = {"CUDA_LAUNCH_BLOCKING": "1", "FLASHINFER_SM12X_CHECK": "1"}
 ERRORS = ("Error", "error:", "Xid", "Segmentation", "Dumping input data", "Dumping scheduler output")
 
@@ -47,7 +47,7 @@ class Request:
     answered: list[int] = field(default_factory=list)
 
     def step(self) -> str:
-        """Where it stands, as the server's next step for it."""
+        """The server's next step for this request."""
         if not self.answered:
             return f"prefill of {len(self.prompt)} tokens"
         return f"token {len(self.answered) + 1} of the answer, position {len(self.prompt) + len(self.answered)}"
@@ -159,7 +159,7 @@ def said(log: Path) -> str:
 
 
 def reproduce(watch: Watch, lost: list[Request]) -> str:
-    """Which of the requests that were lost crash a server that launches synchronously."""
+    """Names the lost requests that crash a server again which launches synchronously."""
     alone = []
     for request in lost:
         step = request.step()

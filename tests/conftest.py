@@ -59,7 +59,7 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def site_packages() -> Path:
-    """Where the pinned wheel is installed."""
+    """The folder in which the pinned wheel is installed."""
     return Path(str(importlib.metadata.distribution("flashinfer-python").locate_file(""))).resolve()
 
 

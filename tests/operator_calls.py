@@ -253,7 +253,7 @@ def places(arguments: Arguments) -> list[tuple[str, int | None]]:
 
 
 def name_of(place: tuple[str, int | None]) -> str:
-    """As a message names it."""
+    """The argument's name in error messages."""
     return place[0] if place[1] is None else f"{place[0]}[{place[1]}]"
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from flashinfer.fused_moe import sm12x_launch
 from flashinfer.jit import fused_moe
-from flashinfer.sm12x import instances, modules
+from flashinfer.jit.sm12x import modules
+from flashinfer.sm12x import instances
 from flashinfer.testing.virtual_device import VirtualDevice
 
 

@@ -3,10 +3,10 @@
 
 A test is slow
 
-* if ``LONG`` names it: it takes more than ten seconds of one core, with all its parameters and what it compiles, and
-  others that stay try the same path;
-* if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
-  change of ``tests/mutations.toml``. Of a thousand these are some 150, of each kernel family one or more with
+* if ``LONG`` names it: with all its parameters and compilations it takes more than ten seconds of one core, and a test
+  that is not slow covers the same path;
+* if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices
+  some change of ``tests/mutations.toml``. Some 150 of a thousand are such; each kernel family has one or more with
   every watcher on.
 """
 
@@ -77,7 +77,8 @@ def noticing() -> frozenset[str]:
 
 
 def covers(entry: str, node: str) -> bool:
-    """Whether a file, a test, one with its parameters, or ``FILE -k WORD`` is or holds the test of that node id."""
+    """Whether an entry holds the test with that node id. An entry is a file, a test with or without its parameters, or
+    ``FILE -k WORD``."""
     file, word_given, word = entry.partition(" -k ")
     if word_given:
         return node.startswith(f"{file}::") and word in node
@@ -85,12 +86,12 @@ def covers(entry: str, node: str) -> bool:
 
 
 EVERY_DAY = ("tests/layer/test_bases.py::test_the_tests_of_this_folder_over_another_base",)
-"""Slow tests that have no day of their own: what another FlashInfer changes comes without a change of ours."""
+"""Slow tests that run every day: another FlashInfer may break them without a change of ours."""
 
 
 def left_for_another_day(node: str, share: str) -> bool:
-    """Whether a slow test is one of another day than ``share``, ``DAY/DAYS``. Those of one entry of :data:`LONG`, or that
-    differ by their parameters alone, stay together, for what they compile and load."""
+    """Whether a slow test belongs to another day than ``share``, ``DAY/DAYS``. Tests of one entry of :data:`LONG`, and
+    tests that differ only in parameters, run on the same day, because they share what they compile and load."""
     if any(covers(entry, node) for entry in EVERY_DAY):
         return False
     day, _, days = share.partition("/")

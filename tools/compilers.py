@@ -69,7 +69,7 @@ def install(version: str) -> str:
     )
     if done.returncode:
         return done.stderr or done.stdout
-    # Where nvcc looks for it; the wheel of 13.0.48 has it beside nvcc.
+    # nvcc looks for cicc in nvvm/bin; the wheel of 13.0.48 has it beside nvcc.
     cicc = unfinished / "nvidia" / "cu13" / "nvvm" / "bin" / "cicc"
     if not cicc.exists():
         cicc.parent.mkdir()

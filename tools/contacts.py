@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moved of FlashInfer and of vLLM between the versions that this fork is made for and others.
+"""Lists names of FlashInfer and vLLM that moved between the versions that this fork is made for and others.
 
     python -m tools.contacts --flashinfer flashinfer_python-0.7.3-py3-none-any.whl --vllm vllm-0.34.0-....whl
 
-Reads wheels, or folders that one is unpacked or installed in, and imports nothing of them. Exit status 1 if something moved
-that the fork cannot be without.
+Reads wheels, or folders in which one is unpacked or installed, and imports nothing of them. Exit status 1 if a name
+moved that the fork needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Found = tuple[str, ast.stmt | None]
 
 
 def load(file: str) -> Any:
-    """A file of this tree that needs nothing but the standard library."""
+    """Load a file of this tree that imports only the standard library."""
     spec = importlib.util.spec_from_file_location(f"_contacts_{Path(file).stem}", ROOT / file)
     assert spec is not None
     assert spec.loader is not None
@@ -52,7 +52,7 @@ class Sources:
         return place.read_text(encoding="utf-8") if place.is_file() else None
 
     def module(self, name: str) -> ast.Module | None:
-        """A module's syntax; None where there is none of that name."""
+        """A module's syntax tree; None if there is no such module."""
         if name not in self._modules:
             stem = name.replace(".", "/")
             text = self.text(f"{stem}.py")
@@ -83,7 +83,7 @@ class Sources:
         return None if node is None else (module, node)
 
     def words(self, module: str) -> str:
-        """A module's source, of which names that its ``__getattr__`` gives are texts."""
+        """A module's source, in which names that its ``__getattr__`` gives appear as texts."""
         return ast.unparse(self.module(module) or ast.Module([], [])).replace("'", '"')
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
@@ -172,7 +172,7 @@ class Moved:
         for attribute in inner:
             cls = self.class_of(found)
             if cls is None:
-                break  # an object of which sources do not tell the class
+                break  # the sources do not tell this object's class
             found, method = self.attribute(*cls, attribute), True
             if found is None:
                 return f"{contact} is gone"

@@ -137,9 +137,8 @@ def install(env: Path, files: Sequence[str]) -> int:
             done = run([*pip, *torch, *requirements])
         if done.returncode:
             return fail("pip could not install the requirements", done.stdout)
-    # An environment made here serves this checkout from any directory. One that only happened to be complete is left
-    # as it is, and so is the demo's: make sets PYTHONPATH.
-    # Without dependencies and isolation: both are settled above.
+    # An environment made here serves this checkout from any directory. One that was already complete is not changed,
+    # nor is the demo's: make sets PYTHONPATH. Dependencies and isolation are off, because both are settled above.
     if env.resolve() != ROOT / ".venv" or files == RUNNING or serves_checkout(python):
         return 0
     done = run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])

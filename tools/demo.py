@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo``: what this fork does, on a machine without a GPU.
+"""``make demo``: shows this fork at work on a machine without a GPU.
 
 1. Compiles ``fused_moe_120`` for a DGX Spark (``12.1a``) with the JIT, and keeps its PTX in the library. A second demo
    and the tests find it compiled.
@@ -9,7 +9,7 @@
    CPU tensors, in each mode, and holds every output element against a float64 reference and its error bound.
 4. Runs these kernels, for one token of that layer, on the virtual SM121 of ``emulator/``: each launch's work and
    watchers' reports are listed.
-5. Where there is a GPU of the family, or a Hopper, runs the layer there (``scripts/verify_gpu.py``).
+5. If there is a GPU of the family, or a Hopper, runs the layer there (``scripts/verify_gpu.py``).
 
 The exit status is 0 only if every check in the tables holds. Nothing is timed on a GPU.
 """

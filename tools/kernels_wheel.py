@@ -149,7 +149,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
         specs.append(modules.gen_fused_moe_module())
     for spec in specs:
         spec.extra_ldflags = list(LINK_FLAGS)
-        # Beside this package in site-packages, and where installers put it.
+        # CUDA's runtime is in its wheel beside this package, or in the folder of NVIDIA's installers.
         spec.runtime_dirs = (f"$ORIGIN/../nvidia/cu{cuda.major}/lib", "/usr/local/cuda/lib64")
         report = spec.build(need_lock=True)
         print(f"{spec.name}: {len(report.compiled)} compiled, {report.cpu_seconds:.0f} s of CPU", file=sys.stderr)

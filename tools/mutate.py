@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies the changes of tests/mutations.toml, one at a time, and says which tests notice.
 
-A worker has a copy of the checkout and a build cache of its own. For each change it restores the cache to that of the
-unchanged tree, applies the change, and runs the change's tests in order until one fails; only what the change touches
-is compiled. Before all that the same tests must pass without any change.
+A worker has a copy of the checkout and a build cache of its own. For each change it restores the unchanged tree's
+cache, applies the change, and runs the change's tests in order until one fails; only files that the change touches are
+compiled. Before that, the same tests must pass without any change.
 
 A change ends as
 
@@ -259,7 +259,7 @@ def judge(code: int, text: str, test: str) -> tuple[str, str]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """For people: a line for each change, and a last one that counts them."""
+    """A table to read: a line for each change, and a last one that counts them."""
     lines = [f"{o.verdict:10} {o.cpu_seconds:4.0f} s  {o.mutation.name}: {o.by}" for o in outcomes]
     counts = collections.Counter(outcome.verdict for outcome in outcomes)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build backend: setuptools, but for editable installs.
 
-What setuptools makes for ``pip install -e`` either appends the checkout to ``sys.path``, behind the wheel's
-``flashinfer``, or serves a namespace package. Both leave ``import flashinfer`` without the fork. So an editable
-install here is an ordinary one whose path hook points at the checkout (``setup.py``).
+For ``pip install -e`` setuptools either appends the checkout to ``sys.path``, after the wheel's ``flashinfer``, or
+serves a namespace package. Either way ``import flashinfer`` would not find the fork. So an editable install here is an
+ordinary one whose path hook points at the checkout (``setup.py``).
 
-Nothing is left in the checkout. An ``egg-info`` there would be metadata on ``sys.path`` of whoever has the checkout on
-it, by an editable install or by ``PYTHONPATH``: pip takes it for the installation, calls it "outside environment" and
+Nothing is left in the checkout. If the checkout is on ``sys.path``, by an editable install or ``PYTHONPATH``, an
+``egg-info`` in it would count as metadata: pip takes it for the installation, calls it "outside environment" and
 removes nothing.
 """
 
@@ -22,7 +22,7 @@ from unittest import mock
 
 from setuptools import build_meta
 
-# Where setuptools puts it unless told otherwise, and where older versions of this file let it.
+# setuptools' default place, where older versions of this file left one.
 EGG_INFO = Path(__file__).resolve().parent.parent / "flashinfer_sm12x.egg-info"
 
 
@@ -55,5 +55,5 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 build_editable = mock.patch.dict(os.environ, {"FLASHINFER_SM12X_EDITABLE": "1"})(build_wheel)
 
 get_requires_for_build_sdist = elsewhere()(build_meta.get_requires_for_build_sdist)
-# Its file list setuptools wants in the checkout.
+# setuptools needs the egg-info's file list in the checkout for an sdist.
 build_sdist = without_egg_info()(build_meta.build_sdist)

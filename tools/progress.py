@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line for what takes long. Needs the standard library only."""
+"""One line of progress for long tasks. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 
 
 class Progress:
-    """Shows what is being done, how far it is and for how many seconds: on a terminal one line that moves, elsewhere
-    one at the beginning and one at the end.
+    """Shows a task, its progress and its seconds: on a terminal one line that is updated, elsewhere one line at the
+    beginning and one at the end.
 
     Attributes:
-        note: How far it is, such as ``"7 of 19"``; anyone may set it.
+        note: The progress, such as ``"7 of 19"``; the task sets it.
     """
 
     def __init__(self, what: str) -> None:

@@ -29,7 +29,7 @@ TAKE_A_VALUE = (
     *"-k -m -n -p -c -o -r -W".split(),
     *"--ignore --ignore-glob --deselect --maxfail --tb --durations --junitxml --basetemp --rootdir".split(),
 )
-"""Options of pytest's behind which a word is no test, even if a file has that name."""
+"""Options of pytest that take a word, which is then no test even if a file has that name."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Part:
     Attributes:
         tests: Files, folders and node ids.
         options: Options of pytest's.
-        preload: Whether the emulator's runtime has to be loaded before torch's, where torch brings one.
+        preload: Whether the emulator's runtime must be loaded before torch's, if torch brings one.
     """
 
     tests: list[str]
@@ -85,13 +85,13 @@ def main(arguments: Sequence[str]) -> int:
     statuses = [run(part, options.jobs, given) for part in chosen]
     if all(status == NO_TESTS for status in statuses):
         return NO_TESTS
-    # With arguments a process may be left without a test; a run of all tests finds some in each.
+    # Arguments may leave a process without tests; in a run of all tests each process has some.
     allowed = (0, NO_TESTS) if rest else (0,)
     return int(any(status not in allowed for status in statuses))
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The tests that are named, and all else."""
+    """The arguments that name tests, and the others."""
     named: list[str] = []
     others: list[str] = []
     for before, word in zip(["", *arguments], arguments, strict=False):
@@ -131,7 +131,7 @@ def parts(named: Sequence[str], jobs: int, upstream: bool) -> list[Part]:
 
 def run(part: Part, jobs: int, given: Sequence[str]) -> int:
     """One process; its exit status."""
-    # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
+    # With more threads than its share of the cores, torch takes ten times as long for the references' small operations.
     share = max(1, len(os.sched_getaffinity(0)) // jobs)
     environment = {"OMP_NUM_THREADS": str(share), **os.environ}
     if part.preload:

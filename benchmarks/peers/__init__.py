@@ -136,7 +136,7 @@ PEERS: dict[str, Callable[[Path | None], Peer]] = {
 def find_peers(
     loaders: Mapping[str, Callable[[Path | None], T]], wanted: Sequence[str] | None, vllm: Path | None
 ) -> list[T]:
-    """Those that load, of ``wanted`` or, when that is None, of all; says of each whether it does, or why not.
+    """The peers of ``wanted`` (None: all) that can be loaded. Prints each one's name, and the reason if it cannot.
 
     Raises
     ------
@@ -148,7 +148,7 @@ def find_peers(
         try:
             found.append(loaders[name](vllm))
             print(f"{name}: found")
-        except Exception as error:  # a library for another torch, no triton, no GPU: whatever it is, the others go on
+        except Exception as error:  # a library for another torch, no triton, no GPU: in any case the others go on
             if wanted is not None:
                 raise SystemExit(f"{name} cannot be measured: {reason(error)}") from error
             print(f"{name}: not measured: {reason(error)}")

@@ -66,8 +66,8 @@ class Gemm:
     activation : str
         ``"bf16"`` or ``"fp8"`` (quantized in each call).
     sizes : iterable of int, optional
-        The numbers of rows that will be asked for: only their schedules' kernels and that of one row are compiled.
-        ``None``: all are.
+        The numbers of rows of later calls: only the kernels of their schedules and of one row are compiled. ``None``:
+        all are compiled.
     """
 
     def __init__(

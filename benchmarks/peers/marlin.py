@@ -117,7 +117,8 @@ class Marlin:
 
 
 def _arranged(matrix: Matrix, weights: str, parts: int, n: int, k: int) -> Matrix:
-    """In Marlin's order: each of ``parts`` of the rows grown to ``n``, the last one first, and K to ``k``."""
+    """The matrix in Marlin's layout: rows split into ``parts``, last part first, each padded to ``n``; K padded to
+    ``k``."""
 
     def grown(tensor: torch.Tensor, *columns: int) -> torch.Tensor:
         return torch.cat([_grown(part, n, *columns) for part in reversed(tensor.chunk(parts, dim=1))], dim=1)
@@ -145,7 +146,8 @@ class _Layer:
         globals_ = (weights.fc1_global, weights.fc2_global)
         self.fc1_global, self.fc2_global = (None if each is None else each * 2.0**GLOBAL_EXPONENT for each in globals_)
         if self.fc2_global is not None:
-            # Where routing weights are multiplied in, the kernel adds the bias before the global scale.
+            # The kernel of FC2, which applies routing weights, multiplies by the global scale after it has added the
+            # bias.
             bias = self.fc2.bias.float() / self.fc2_global[:, None]
             self.fc2 = self.fc2._replace(bias=bias.to(self.fc2.bias.dtype))
 

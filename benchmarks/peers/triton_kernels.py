@@ -78,8 +78,8 @@ class _Layer:
         inputs, logits = batch.inputs, batch.logits
         tokens, top_k = inputs.token_selected_experts.shape
         device = inputs.input.device
-        # As its own top-k leaves them: a token's experts in the order of their numbers.  32 bits wide, because its kernel
-        # shifts a one of the ids' width by up to 31.
+        # triton_kernels' own top-k sorts a token's experts by id. Ids are 32 bits wide, because its kernel shifts a 1
+        # of the ids' dtype by up to 31.
         ids = inputs.token_selected_experts.sort(dim=1).values
         hidden = torch.empty((1, tokens * top_k, self.inter), dtype=torch.bfloat16, device=device)
         output = torch.empty((1, *inputs.input.shape), dtype=torch.bfloat16, device=device)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dense layer's time on a GB10, predicted.
 
-1. A launch's counts are linear in the rows of the weight, N, and, where tokens fill whole tiles, bilinear in N and the
-   number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
-   (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
-2. Units that a GEMM cuts for its blocks leave parts of sums in memory: as many as the walk of the blocks has, whatever N is,
-   so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2.
-3. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
-4. A stream passes all weights for one tile of tokens after the other. The first pass waits for DRAM, a later one finds its
-   weights in L2 where they fit it, and then takes what it issues.
+1. A launch's counts are linear in the weight's rows, N, and, where tokens fill whole tiles, bilinear in N and the
+   number of tokens. They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch
+   itself (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
+2. A GEMM's blocks write partial sums of the units that they share to memory. Their number follows from the walk of the
+   blocks and not from N, so they are counted apart from the fit. They are taken to reach DRAM once, because later reads
+   fill L2.
+3. The simulation that serves the experts (:mod:`.l2`) gives the bytes that a GEMM reads from DRAM again because L2 is
+   small.
+4. A stream passes over all weights once per tile of tokens. The first pass waits for DRAM. If the weights fit in L2, a
+   later pass reads them there and its time is that of its instructions.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ PRICED_FORMATS: tuple[tuple[str, Format], ...] = (
     ("mxfp4", "mxfp8"),
     ("mxint8", "bf16"),
 )
-"""Of weights, and to what tokens are rounded. The other weights have the tiles of one of these, and their bytes, or lie between them."""
+"""Formats of weights and of the tokens that MMAs multiply. Other weights have the tiles and bytes of one of these, or
+lie between them."""
 
 
 class KeptRun(NamedTuple):
-    """What one run of :data:`RUNS` is of: its columns in front of a launch's. ``activation``: to what the tokens are rounded."""
+    """One run of :data:`RUNS`: the leading columns of its launches' lines. ``activation``: the format tokens are
+    rounded to."""
 
     instance: str
     activation: str
@@ -57,14 +61,14 @@ class KeptRun(NamedTuple):
 
 
 def runs_for(row: Instance, tokens: int) -> list[Run]:
-    """Those that determine the counts of a batch of ``tokens``."""
+    """The runs to which the counts of a batch of ``tokens`` are fitted."""
     unit = 16 * MULTIPROCESSORS if row.streamed else 2 * ROW_TILE
     batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
     return list(itertools.product(batches, (unit, 2 * unit)))
 
 
 def grid_of(row: Instance, tokens: int, n: int, resident: int) -> int:
-    """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
+    """Blocks of a GEMM on a device that holds ``resident`` blocks at a time (``dense_blocks`` in the launcher)."""
     units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
     busy_percent = 40 if row.token_tile <= 64 else 75
     return units if units <= resident and 100 * units >= busy_percent * MULTIPROCESSORS else resident
@@ -84,7 +88,7 @@ def bytes_of_parts(row: Instance, case: tuple[int, int, int], blocks: int) -> fl
 def launches_of(
     row: Instance, layer: tuple[int, int], tokens: int, seen: Mapping[Run, Sequence[Launch]]
 ) -> list[Launch]:
-    """Those of a layer (N, K), by what each of :func:`runs_for` was seen to launch."""
+    """The launches of a layer (N, K), from those that each of :func:`runs_for` was seen to launch."""
     n, k = layer
     bilinear = len({m for m, _ in seen}) > 1
 
@@ -110,7 +114,7 @@ def launches_of(
 
 
 def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch) -> list[Launch]:
-    """Those of a stream's launch, as launches one after the other."""
+    """The passes of a stream's launch over its weights, as launches one after the other."""
     passes = -(-tokens // row.token_tile)
     weights = matrix_bytes(*layer, row.weights)
     first = dataclasses.replace(stream.counts * (1 / passes), bytes=stream.counts.bytes)

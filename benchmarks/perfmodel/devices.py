@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assumptions about GPUs other than a GB10: the SM120 cards. Nothing here was measured by this project.
 
-SMs, clocks, L2 and DRAM rates are as sold. Of DRAM's rate a saturating read is taken to get 85 % (as a GB10 does) to 95 %.
-Bf16 MMAs have half the rate of an RTX PRO's on GeForce. Block-scaled MMAs sustain three quarters of what the boost clock
-gives under full load: gn-kernels measured 660 TFLOPS on an RTX 5090 and 742 on an RTX PRO 6000.
+SMs, clocks, L2 and DRAM rates are as sold. A saturating read is assumed to reach 85 % (as on a GB10) to 95 % of DRAM's
+rate. GeForce cards run bf16 MMAs at half the rate of an RTX PRO. Under full load block-scaled MMAs
+sustain three quarters of their rate at the boost clock: gn-kernels measured 660 TFLOPS on an RTX 5090 and 742 on an RTX
+PRO 6000.
 """
 
 from __future__ import annotations

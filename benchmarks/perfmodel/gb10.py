@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assumptions about a GB10, with their sources, and the time of launches by their counts.
 
-Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory. To these come what
-launches and their tails add, during which DRAM idles. Three numbers are known only as ranges: the rate of DRAM, that of
-bf16 MMAs, and the fixed time of a layer. So a prediction is a range, from :data:`FAST` to :data:`SLOW`.
+Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory. A fixed time is added
+for launches and tails, during which DRAM idles. Three numbers are known only as ranges: DRAM's rate, the rate of bf16
+MMAs, and the fixed time of a layer. So a prediction is a range, from :data:`FAST` to :data:`SLOW`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ L2_MEGABYTES = 24.0
 L2_USABLE = 0.8
 MMA_FLOPS_PER_CYCLE = 2048
 BLOCK_SCALED_FLOPS_PER_CYCLE = {"mxf8f6f4": float(MMA_FLOPS_PER_CYCLE), "mxf4": 2.0 * MMA_FLOPS_PER_CYCLE}
-"""By the kind of MMA, per SM."""
+"""FLOP per cycle and SM, by the kind of MMA."""
 ISSUE_PER_WARP = 0.42
 ISSUE_CEILING = 0.6
 L2_CAPACITY = 1e6 * L2_MEGABYTES * L2_USABLE
@@ -31,7 +31,7 @@ CYCLES = 1e3 * GIGAHERTZ * MULTIPROCESSORS
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """DRAM's, and that of bf16 MMAs of an SM."""
+    """Rates of DRAM and of one SM's bf16 MMAs."""
 
     dram_gb_per_second: float
     bf16_flops_per_cycle: float
@@ -48,24 +48,25 @@ FIXED_US = {
     "attention": (8.0, 16.0),
     "decode_attention": (5.0, 12.0),
 }
-"""Beside the busiest resource, of one call, fast and slow, with its launch in a graph and the gap behind it.
+"""Microseconds, fast and slow, that a call takes besides its busiest resource: its launches in a graph, tails and gaps.
 
-MoE: an H200 takes 14 at one token beyond its bytes and arithmetic. dense: a layer is one launch; an H200 takes 10 beyond its
-bytes at one token, with nothing in front of it that hides a part of that. small: vLLM's engine on an H200 takes
-2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published as 1.3 (Megatron-LM #6064). gemm: as
-of dense layers (an H200 takes 9 for the router). router: this fork's, two launches: an H200 takes 6.0 for one token, norm
-and bytes included. Weights may be on their way before it begins, which is left out. attention: FlashInfer's XQA takes 10 to
-15 on an H200 up to a context of 1,024. decode_attention: this fork's, taken as dense layers', which are one launch with a
-start and a tail, too: an H200 takes 8.3 to 8.8 in a window and 9.3 to 10.2 at 1,024.
+MoE: an H200 takes 14 us at one token beyond its bytes and arithmetic. dense: one launch; an H200 takes 10 us at one
+token beyond its bytes, with no earlier launch to hide a part of that. small: vLLM's engine on an H200 takes 2.7 us for
+a norm and 2.9 us for the top-k, gaps included; one node of a graph is published as 1.3 us (Megatron-LM #6064). gemm:
+the same as dense (an H200 takes 9 us for the router). router: this fork's, two launches; an H200 takes 6.0 us for one
+token, norm and bytes included. Its weights may be prefetched before it begins; that is not modelled. attention:
+FlashInfer's XQA takes 10 to 15 us on an H200 up to a context of 1,024. decode_attention: this fork's; assumed equal to
+dense, which is one launch with a start and a tail, too: an H200 takes 8.3 to 8.8 us in a window and 9.3 to 10.2 us at a
+context of 1,024.
 """
 LAUNCH_SAVED_US = {"experts": 0.7, "top-k": 1.0}
-"""A decode step's call takes so much less: experts without a launch in front of them (``moe_step`` with the caller's
-counters), and a router without its top-k, which the experts then do at one token. Both are net: an H100's step of 36 layers
-is 24 and 35 us shorter. The norm in QKV needs no such number, since the part of that name goes."""
+"""Microseconds that a call in a decode step saves. experts: ``moe_step`` with the caller's counters needs no launch
+before it. top-k: at one token the experts' launch does the router's top-k. Both are net: an H100's step of 36 layers is
+24 and 35 us shorter. Fusing the norm into QKV needs no such number, because it removes the part "norms" itself."""
 SECOND_GEMM_US = 11.7
-"""A pair of GEMMs adds this to an MoE layer."""
+"""Microseconds that a pair of GEMMs adds to an MoE layer."""
 SECOND_LAUNCH_US = 3.0
-"""A second launch adds this to a dense layer."""
+"""Microseconds that a second launch adds to a dense layer."""
 
 
 def told(layers: str) -> list[str]:
@@ -123,8 +124,9 @@ class Counts:
 class Launch:
     """Counts of a launch, and how much of the GPU it fills.
 
-    ``warps`` are the resident ones of a scheduler. With fewer ``blocks`` than SMs, fewer issue, multiply and read shared
-    memory; DRAM is taken to give them all it has. 0: there are enough. ``resident`` are those that the GPU holds at a time.
+    ``warps``: resident warps per scheduler. ``blocks``: with fewer of them than SMs, only so many SMs issue, multiply
+    and read shared memory, while DRAM's rate is assumed to stay whole; 0: enough for all SMs. ``resident``: blocks that
+    the GPU holds at a time.
     """
 
     counts: Counts

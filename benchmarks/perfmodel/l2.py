@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DRAM bytes of a pair of GEMMs, given the size of L2: a simulation of the order in which blocks read tiles.
 
-Every k-tile of a unit reads a tile of weights and a tile of token rows.  Blocks walk their units as
-``include/flashinfer/sm12x/tile/scheduler.cuh`` has them do, all at the same pace; L2 evicts what was used least
-recently.  Against the DRAM counter of an H200 (50 MB), with the order of units that was used before (contiguous
-shares of everything), gpt-oss-120b: FC1 at 512 tokens 1.57 GB computed and 1.57 measured, at 8,192 tokens 14.2 and 15.0;
-FC2, what it writes included, 0.82 and 0.81, 6.7 and 8.2.
+Every k-tile of a unit reads a tile of weights and a tile of token rows. Blocks walk their units in the order of
+``include/flashinfer/sm12x/tile/scheduler.cuh``, all at the same pace; L2 evicts the least recently used tile. Checked
+with the DRAM counter of an H200 (50 MB) on gpt-oss-120b, with an earlier order of units (contiguous shares of
+everything): FC1 at 512 tokens 1.57 GB computed and 1.57 measured, at 8,192 tokens 14.2 and 15.0; FC2, its writes
+included, 0.82 and 0.81, 6.7 and 8.2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Gemm:
     row_tiles, k_tiles, token_tile : int
         Tiles of 128 weight rows, tiles along K, and token rows of a tile.
     weight_bytes, row_bytes : float
-        Of one k-tile: weights and scales of a row tile, and one token row with its scales.
+        Bytes that one k-tile reads: a row tile's weights and scales; one token row with its scales.
     """
 
     rows: Sequence[int]

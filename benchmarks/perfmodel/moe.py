@@ -71,13 +71,14 @@ class Fit:
     blocks: int = 0
 
     def at(self, work: Work) -> Counts:
-        """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
+        """Counts of ``work``. A tile's bytes are those of its expert's weights, which are read once however many tiles
+        it has."""
         tiles = dataclasses.replace(self.per_tile * work.tiles, bytes=self.per_tile.bytes * work.experts)
         return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
 Fits = dict[tuple[int, Tactics, tuple[int, int]], list[Fit]]
-"""By mode, tactics, and hidden and intermediate size."""
+"""Fits of each (mode, tactics, (hidden size, intermediate size))."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -114,7 +115,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
-    block = FORMATS[row.weights].scale_block
+    block = FORMATS[row.weights].elements_per_scale
     assert block is not None
     weights = ROW_TILE * (row.k_tile / 2 + row.k_tile / block)
     row_bytes = row.k_tile + scales if row.operand == "mxfp8" else 2 * row.k_tile
@@ -127,7 +128,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
 def launches_of(
     layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[Fit], routing: Routing = UNIFORM, new: int = 1
 ) -> Iterator[Launch]:
-    """Those of a layer."""
+    """The launches of a layer with a batch of tokens."""
     gemms = 0
     for fit in fits:
         work = mean_work(layer, tokens, fit.tile, routing, new)
@@ -202,13 +203,13 @@ def fits_in(path: Path, **whose: object) -> list[Fit]:
 
 
 def columns(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> dict[str, object]:
-    """Those of :data:`FITS` that tell whose a fit is."""
+    """The columns of :data:`FITS` that identify a fit."""
     fc1, fc2 = (INSTANCES[tactic].name for tactic in tactics)
     return {"mode": mode, "fc1": fc1, "fc2": fc2, "hidden": sizes[0], "inter": sizes[1]}
 
 
 def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]:
-    """Fits that are kept with the package; empty where there are none."""
+    """Fits that are kept with the package; empty if there are none."""
     return fits_in(FITS, **columns(mode, tactics, sizes))
 
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of gpt-oss on a GB10, predicted as a range, part by part.
 
-Three kinds of parts:
+Four kinds of parts:
 
-1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): their times by
-   their counts on the virtual SM121, kept in ``gb10_kernels.csv``. Attention at another context or batch than those kept
-   there is taken as in 3.
-2. Experts of others, where :mod:`.peers` has counted their kernels on the same virtual SM121: in the same way.
-3. Everybody else's kernels that stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
-   embedding): their bytes at DRAM's rate, and a fixed time for each call. Those were not executed on the virtual device.
-4. Between two Sparks: an all-reduce behind O and behind the experts, by published latencies, :func:`all_reduce_us`.
+1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): times follow
+   from their counts on the virtual SM121, kept in ``gb10_kernels.csv``. Attention at a context or batch that is not
+   kept there is predicted as in 3.
+2. Others' experts whose kernels :mod:`.peers` has counted on the same virtual SM121: predicted in the same way.
+3. All other kernels, which stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
+   embedding): their bytes at DRAM's rate, plus a fixed time per call. They were not run on the virtual device.
+4. With two Sparks: an all-reduce after O and after the experts, by published latencies (:func:`all_reduce_us`).
 
-Bytes are those that a part reads and writes at least once, tensors of the step's own included (hidden states, logits): what
-a kernel that keeps nothing of another part's in registers moves. The two large ones, weights and the KV cache, are exact.
-Where a prompt makes arithmetic the longer (bf16 GEMMs, attention), it is FLOPs over the bf16 rate's range times how much of
-it such kernels reach, :data:`REACHED`. The engine around a step (scheduler, sampling, detokenizer) is :data:`ENGINE_US`
-where it is asked for. What is not modelled: clocks under load, and what a launch reads ahead, of which an H100's step gains 0.2 %.
-Dependent launches are in the fixed times, which were measured with them.
+A part's bytes are all its inputs and outputs, counted once, the step's own tensors (hidden states, logits) included:
+each part is taken to pass its results through memory. The two large ones, weights and the KV cache, are exact. In a
+prompt, bf16 GEMMs and attention may be bound by arithmetic: their FLOPs over the range of the bf16 rate times the share
+of it that such kernels reach, :data:`REACHED`. The engine around a step (scheduler, sampling, detokenizer) adds
+:data:`ENGINE_US` if asked for. Not modelled: clocks under load, and prefetches of a later launch's weights, by which an
+H100's step gains 0.2 %. Programmatic dependent launches are in the fixed times, which were measured with them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
     "nvfp4": ("bf16",),
     "mxfp4": ("bf16", "mxfp8", "mxfp4"),
 }
-"""Formats to which a dense layer rounds its tokens, by that of its weight: where that gains something."""
+"""Formats to which a dense layer may round its tokens with a gain, by the format of its weight."""
 KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 
@@ -63,22 +63,23 @@ PARTS = (
     "embedding", "norms", "QKV", "rope", "KV write", "attention, full", "attention, window", "O", "router", "top-k", "MoE",
     "all-reduce", "LM head", "argmax",
 )  # fmt: skip
-"""In a step's order."""
+"""The parts, in the order in which a step runs them."""
 
 OTHERS_EXPERTS = {"gemm": (2, 2), "small": (6, 8)}
 """Launches of others' MoE layer, fast and slow. vLLM's Marlin layer has eight in all on an H200; upstream's CUTLASS layer
 quantizes tokens and activations in launches of their own."""
 STREAMED = (1.0, 1.1)
-"""Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
+"""The time to stream attention's cache, fast and slow, over that of its bytes: this fork's streams take up to 1.12
+times a plain read on an H200."""
 REACHED = {"gemm": (0.9, 0.7), "experts": (0.79, 0.62), "attention": (0.73, 0.5)}
 """Shares of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
 grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
 ENGINE_US = (0.0, 1600.0)
-"""A serving engine adds this to a step: vLLM's on an H200 takes up to 250 beyond its kernels (docs/log.md), and 1,600 more than a
-kernel that is the whole model (mirage #563)."""
+"""Microseconds that a serving engine adds to a step, fast and slow: vLLM's on an H200 takes up to 250 beyond its
+kernels (docs/log.md), and 1,600 more than a single kernel that runs the whole model (mirage #563)."""
 ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 59.0)}
-"""By kilobytes: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103)
-and, of 48 KB, four (b12x #295). A token's hidden state is 5.8 KB."""
+"""Microseconds, fast and slow, by kilobytes. Fast: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295). Slow:
+NCCL, two Sparks (dgx-spark-playbooks #103), at 48 KB four (b12x #295). A token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
 """The doctor's probe runs this model. Dense layers and attention are the same in all models, and kept under its name."""
@@ -93,15 +94,17 @@ KERNELS = Path(__file__).with_name("gb10_kernels.csv")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
+    """A step computes ``new`` tokens of each of ``sequences``; its cache then holds ``context`` tokens, the new ones
+    included.
 
-    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
-    their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``expert_tokens``: the same of experts, "bf16",
-    "mxfp8", or "auto", which is either by their number, as ``cutlass_fused_moe`` with both flags. ``fused_router``: the norm in front of the
-    router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
-    write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
-    dense layers are their bytes, their FLOPs and launches, too, but for experts of a kernel that was counted: ``experts`` is its
-    name, of :data:`.peers.PEERS`. ``verified``: logits of all new tokens, as of a draft's.
+    ``kv``: the cache's format. ``formats``: the format of each of :data:`MATRICES`. ``dense_tokens``: the format to
+    which these layers round their tokens, one of :data:`TOKENS_BESIDE` (beside bf16 weights always bf16).
+    ``expert_tokens``: the same for the experts: "bf16", "mxfp8", or "auto", which chooses by the number of tokens as
+    ``cutlass_fused_moe`` does with both flags. ``fused_router``: this fork's ``router_top_k`` computes the norm before
+    the router, the router and the top-k, which are then the one part "router". ``fused_attention``: this fork's
+    ``decode_attention`` includes rope and the KV write. ``fork``: False if no kernel is this fork's; experts and dense
+    layers are then predicted from bytes, FLOPs and launches, unless ``experts`` names counted kernels, one of
+    :data:`.peers.PEERS`. ``verified``: the LM head computes logits of all new tokens, as for a draft.
     """
 
     sequences: int
@@ -132,13 +135,13 @@ class Step:
 
     @property
     def decode_step(self) -> bool:
-        """Whether it is one of the plugin's decode steps, of which ``moe_step`` is a part: one token of each sequence, or a
-        window that verifies a draft."""
+        """Whether the plugin runs it as a decode step, with ``moe_step``: one token per sequence, or a window that
+        verifies a draft."""
         return self.fork and self.fused_router and (self.verified or not self.prefill)
 
     @property
     def fused_norm(self) -> bool:
-        """Whether the norm in front of QKV is part of it, as in ``rmsnorm_dense_block_scaled``."""
+        """Whether QKV's launch computes the norm before it, as ``rmsnorm_dense_block_scaled`` does."""
         quantized = self.formats["QKV"] != "bf16" and self.dense_tokens == "bf16"
         return self.decode_step and quantized and self.tokens <= NORM_TOKENS
 
@@ -163,14 +166,14 @@ class Part:
 
 
 def mean_experts(model: Model, tokens: int) -> float:
-    """How many experts random routing of ``tokens`` touches in a layer, on average."""
+    """The mean number of experts in a layer that random routing of ``tokens`` selects."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
 
 
 def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Part]:
     """A step's parts, in order.
 
-    ``experts`` is how many a layer touches, the mean over the layers; that of random routing when omitted.
+    ``experts``: experts that a layer uses, the mean over the layers; by random routing when omitted.
     """
     layers, tokens = model.layers, step.tokens
     row = BF16 * model.hidden
@@ -194,10 +197,11 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 
     routing = model.top_k * (FP32 + INT32)
     norm, norms = 4 * tokens * row + row, (not step.fused_norm) * layers + (not step.fused_router) * layers + 1
-    # In QKV its rows are not written and read again. The first one reads no residual, and writes no sum.
+    # A norm fused into QKV does not write its rows and read them again. The first layer's reads no residual and writes
+    # no sum.
     qkv_norm = (layers - 1) * (norm - 2 * tokens * row) + row
     router = model.experts * (row + BF16)
-    # Logits are bf16, or float32 between the two launches of the fork's.
+    # Logits are bf16; between the two launches of the fork's router they are float32.
     router += (
         norm + tokens * (2 * FP32 * model.experts + routing)
         if step.fused_router
@@ -232,10 +236,10 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 
 @dataclasses.dataclass(kw_only=True)
 class Kernel(Times):
-    """One call: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format, ``activation`` that of its tokens.
+    """One call of "MoE" or a dense layer (``kind``): ``weights`` is its format, ``activation`` its tokens' format.
 
-    Or ``kind`` is a part of a step that this fork's router or decode attention
-    computes; of attention ``tokens`` are sequences, ``weights`` the cache's format and ``context`` the full layers' context.
+    ``kind`` may also be a part of a step that this fork's router or decode attention computes. For attention ``tokens``
+    are sequences, ``weights`` is the cache's format and ``context`` the full layers' context.
     """
 
     kind: str
@@ -286,7 +290,7 @@ def kept_kernel(
     Raises
     ------
     ValueError
-        There are none for so many tokens.
+        No times are kept for this number of tokens.
     """
     if kernel := kept().get((kind, model, ranks, tokens, weights, activation, context)):
         return kernel
@@ -360,7 +364,7 @@ class Predicted:
 
     @property
     def middle_rate(self) -> float:
-        """At the middle of the range of times."""
+        """Tokens/s at the middle of the range of times."""
         return self.rate((self.fast + self.slow) / 2)
 
 
@@ -479,7 +483,7 @@ def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
 
 
 def touched(size: Model, step: Step, routing: Routing) -> float:
-    """How many experts a layer touches, on average."""
+    """The mean number of experts that a layer uses."""
     if routing == UNIFORM:
         return mean_experts(size, step.tokens)
     return mean_work(size.moe, step.tokens, 0, routing, step.related).experts
@@ -491,7 +495,7 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
     Raises
     ------
     ValueError
-        There are neither.
+        There is neither.
     """
     layer, device = size.moe, given.device
     activation = step.expert_tokens
@@ -553,12 +557,12 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
 def from_report(path: Path) -> Given:
     """Measurements of a doctor's report (``sm12x-doctor --probe``), in place of the ranges.
 
-    Its MoE layers have MXFP8 input, those here bf16: less than 1 % apart.
+    The report's MoE layers have MXFP8 input and those here bf16 input; their times differ by less than 1 %.
 
     Raises
     ------
     ValueError
-        It is no such report, or of a GPU that is no GB10.
+        The file is not such a report, or it is not a GB10's.
     """
     try:
         measured: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["measured"]
@@ -572,7 +576,7 @@ def from_report(path: Path) -> Given:
         return otherwise if value is None else (value, value)
 
     launch = measured.get("launch", {}).get("plain", {}).get("graph_us")
-    # A small kernel's own time stays as it is.
+    # Only the launch's time is replaced; a small kernel's own time stays.
     small = (
         FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
     )

@@ -21,11 +21,13 @@ from .model import Experts, ForkExperts, Model, fork_experts, marlin_experts, ra
 SMALL = Size(layers=2, experts=8, vocab=4096)
 STEPS = (Step(3, 300), Step(1, 40, 40))
 TOLERANCE = 0.05
-"""Of the logits' Frobenius norm. Sums in another order round to other bf16 hidden states, and a kernel may round queries
-and weights of the sum to e4m3 with an fp8 cache: vLLM's own stack was 0.010 to 0.030 off on an H200."""
+"""Allowed error of the logits, relative to their Frobenius norm. Another order of sums rounds to other bf16 hidden
+states, and with an fp8 cache a kernel may round queries and softmax weights to e4m3: vLLM's own stack was 0.010 to
+0.030 off on an H200."""
 ACTIVATIONS = "a16"
-"""The experts' here, whatever is timed. Rounding to e4m3 hides what is to be seen: tokens that are 0.2 % apart come out of
-a W4A8 layer 2.6 % apart and out of a W4A16 one 0.4 %, both computed in float64. A8 is the operator's own tests' matter."""
+"""The experts' activations in the check, whichever are timed. Rounding to e4m3 would hide errors: tokens that are 0.2 %
+apart come out of a W4A8 layer 2.6 % apart and out of a W4A16 layer 0.4 %, both computed in float64. The operator's own
+tests check A8."""
 
 
 class ReferenceExperts(ForkExperts):

@@ -8,7 +8,7 @@ of others were counted, and predicted once before and once behind that. ``input`
 all rows before that counting.
 
 Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
-Nothing that predicts reads a value of ``published.csv``.
+No prediction reads a value of ``published.csv``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def figures() -> list[Figure]:
 
 
 def rows() -> list[Figure]:
-    """Those to compare with."""
+    """The published figures to compare with: all but the model's inputs."""
     return [figure for figure in figures() if figure.role != "input"]
 
 
@@ -231,14 +231,16 @@ def streams(zipfs: Sequence[float]) -> str:
 
 
 DRAFT_SHARE = 0.143
-"""Of a step with dense layers in bf16, for each drafted token: Cohere's Command models."""
+"""Time to draft one token, as a share of a step with bf16 dense layers: Cohere's Command models."""
 WINDOWS = range(2, 9)
 
 
 def window_cost(preset: str, window: int, shared: float) -> float:
-    """How many plain steps a step costs that drafts ``window - 1`` tokens and verifies: tokens it has to yield to pay.
+    """The cost, in plain steps, of a step that drafts ``window - 1`` tokens and verifies them: the tokens it must yield
+    to pay.
 
-    At the middle of the times; ``shared`` is the share of experts that a token has in common with the one before it.
+    Times are the middles of their ranges. ``shared``: the share of experts that a token has in common with the one
+    before it.
     """
     routing = Routing(shared=shared)
 

@@ -43,7 +43,7 @@ def time_replays(graph: torch.cuda.CUDAGraph, repeats: int) -> Sample:
 
 
 def kernels_of(graph: torch.cuda.CUDAGraph, replays: int) -> list[list[Kernel]]:
-    """What each of ``replays`` launched, in order."""
+    """The kernels that each of ``replays`` launched, in order."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(replays):

@@ -130,7 +130,7 @@ class ForkExperts:
         return cutlass_fused_moe(**self.inputs(x, ids, weights).arguments())
 
     def step(self, x: torch.Tensor, **routing: Any) -> torch.Tensor:
-        """As ``moe_step``, whose experts are chosen by ``routing``."""
+        """Call ``moe_step``; ``routing`` holds the arguments that choose the experts."""
         arguments = dataclasses.replace(self.weights, input=x).arguments()
         del arguments["token_selected_experts"], arguments["token_final_scales"]
         return moe_step(**arguments, **routing)
@@ -207,7 +207,7 @@ class Model:
         self._generator = generator
 
     def by(self, step: Step) -> dict[str, str]:
-        """Who computes each part."""
+        """The library or kernel that computes each part."""
         attention = (self.prefill_attention if step.prefill else self.attention).by
         attention = "fork decode_attention" if step.fused_attention else attention
         rounded = "" if step.dense_tokens == "bf16" else f", tokens {step.dense_tokens}"
@@ -331,7 +331,7 @@ class Model:
         return logits, logits.argmax(-1)
 
     def _router(self, layer: Layer, residual: torch.Tensor) -> dict[str, Any]:
-        """What both of the fork's routers take besides rows and weight."""
+        """Arguments that both of the fork's routers take besides rows and weight."""
         return {
             "bias": layer.router[1], "residual": residual, "norm_weight": layer.norms[1], "eps": EPSILON,
             "constant_weights": True,
@@ -345,7 +345,8 @@ class Model:
         residual: torch.Tensor,
         following: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fork's router and experts, as vLLM's plugin calls them; the experts' outputs, and what theirs are added to."""
+        """Call the fork's router and experts as vLLM's plugin does; return the experts' outputs and the residual to add
+        them to."""
         self.mark("router")
         top_k, options = self.size.top_k, self._router(layer, residual)
         decided: Any
@@ -362,7 +363,8 @@ class Model:
         return x, decided.residual
 
     def _following(self, step: Step, index: int) -> dict[str, torch.Tensor | None]:
-        """What launches behind those of a layer read whatever happens, by part."""
+        """Tensors that the launch after a part reads in any case, which the part may prefetch (``next_weights``), by
+        part."""
         if not step.fused_router:
             return dict.fromkeys(("QKV", "O", "MoE"))
         layer, formats = self.layers[index], step.formats
@@ -371,7 +373,7 @@ class Model:
         return {"QKV": layer.o.rows(formats["O"]), "O": layer.router[0], "MoE": behind}
 
     def experts_touched(self) -> float:
-        """Of the last step, the mean over the layers."""
+        """Experts used in the last step, the mean over the layers."""
         ids = (each.topk(self.size.top_k).indices if each.is_floating_point() else each for each in self.chosen)
         return sum(len(each.unique()) for each in ids) / len(self.chosen)
 

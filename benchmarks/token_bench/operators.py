@@ -210,7 +210,7 @@ class XqaAttention:
 
 
 def paged(q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch) -> dict[str, Any]:
-    """What vLLM's attentions of pages take alike."""
+    """Arguments that vLLM's paged attention kernels have in common."""
     keys, values = kv.transpose(2, 3).unbind(1)
     return {
         "q": q, "k": keys, "v": values, "cu_seqlens_q": batch.starts, "max_seqlen_q": batch.new, "seqused_k": batch.lengths,

@@ -38,11 +38,11 @@ PRESET_FORMATS = {"bf16": formats_of("bf16")} | {
     name: dict(zip(MATRICES, map(PRESETS[name].__getitem__, ("qkv", "o", "lm_head")), strict=True))
     for name in SHOWN_PRESETS
 }
-"""What the plugin's presets make of QKV, O and LM head, and what is there without one."""
+"""Formats of QKV, O and LM head with each of the plugin's presets, and without one (bf16)."""
 
 
 def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
-    """What a measured step of this fork's was predicted to take, by part and in "all"; None for what is not modelled."""
+    """Predicted times of a measured step of this fork, by part and as "all"; None if the step is not modelled."""
     if not measured.stack.startswith("fork"):
         return None
     try:
@@ -160,7 +160,7 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *
 def batches(model: str, **fused: bool) -> list[Predicted]:
     """Several streams and prompts, on one Spark; prompts are vLLM's own forward, with nothing fused.
 
-    Without prompts of bf16 tokens that cuBLAS multiplies with dequantized weights, which is not modelled.
+    Leaves out prompts with bf16 tokens that cuBLAS multiplies by dequantized weights; these are not modelled.
     """
     streams = [Step(n, 1024, **fused) for n in (4, 16, 64)]
     prompts = [Step(1, tokens, tokens) for tokens in (512, 2048, 8192)]

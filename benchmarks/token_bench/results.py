@@ -72,7 +72,7 @@ class Measured:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Measured]]:
-    """What :func:`save` wrote."""
+    """Read a report that :func:`save` wrote."""
     report = json.loads(path.read_text(encoding="utf-8"))
     steps = []
     for fields in report["steps"]:

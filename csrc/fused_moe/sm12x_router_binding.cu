@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // TVM-FFI face of the router (flashinfer/fused_moe/sm12x_router.py). Python has validated shapes, dtypes and alignment;
-// what is checked here again is only what would otherwise read or write out of bounds.
+// this file only repeats checks that prevent reads and writes out of bounds.
 #include "flashinfer/sm12x/router.cuh"
 #include "sm12x_binding_utils.h"
 

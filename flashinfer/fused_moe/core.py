@@ -2,7 +2,7 @@
 """Upstream's MoE operators; ``cutlass_fused_moe`` with MXFP4 weights, and with NVFP4 weights and bfloat16 activations,
 runs on SM12x's own kernels and on the CPU.
 
-Where a call goes:
+The device and the weights decide which implementation serves a call:
 
 ============================  =========================================  ====================================
 device                        MXFP4 or NVFP4 weights, SwiGLU             everything else
@@ -120,7 +120,7 @@ class _Sm12xModule:
 def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = False) -> Any:
     """Upstream's CUTLASS MoE module for compute capability ``backend`` (``"90"``, ``"120"``, ...).
 
-    That of SM12x, ``fused_moe_120_upstream``, is built when something is first taken from it.
+    SM12x's module, ``fused_moe_120_upstream``, is built when one of its attributes is first used.
     """
     if backend in _SM12X_ARCHITECTURES:
         return _Sm12xModule(backend, use_fast_build)
@@ -186,9 +186,9 @@ def cutlass_fused_moe(
     Parameters
     ----------
     input : torch.Tensor
-        ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside
-        (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).  With both flags the
-        planner chooses by M: bfloat16 is used as it is where that takes at most 3 % longer, and quantized elsewhere
+        ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside (both
+        with ``use_mxfp8_act_scaling``), or bfloat16 that is not rounded (``use_w4_group_scaling``).  With both flags
+        the planner chooses by M: bfloat16 is quantized unless leaving it takes at most 3 % longer
         (``flashinfer.fused_moe.sm12x_planner.plan_mode``); the CPU chooses as a GB10.
     token_selected_experts : torch.Tensor
         int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing, and neither does -1, which
@@ -314,28 +314,30 @@ def moe_step(
     next_weights: torch.Tensor | None = None,
     **arguments: Any,
 ) -> torch.Tensor:
-    """``cutlass_fused_moe(**arguments)`` of MXFP4 weights in a decode step, with what upstream's signature has no place for.
+    """``cutlass_fused_moe(**arguments)`` of MXFP4 weights in a decode step, with arguments that upstream's signature
+    lacks.
 
-    For a device that this fork serves.  With few tokens the layer then is one launch, where that has two and a router's
-    top-k a third.  Results are those of ``router_top_k`` and ``cutlass_fused_moe``, bit for bit where the layer chooses
-    experts itself; where they are chosen in front, torch's softmax may differ in the last one.
+    Serves the devices of this fork only.  With few tokens the layer is then one launch, where ``cutlass_fused_moe``
+    needs two and a router's top-k a third.  Results are those of ``router_top_k`` and ``cutlass_fused_moe``, bit for
+    bit if the layer's launch chooses the experts; if they are chosen before it, torch's softmax may differ in the last
+    bit.
 
     Parameters
     ----------
     router_logits : torch.Tensor, optional
-        float32 ``[M, experts of all ranks]``, by which the layer chooses experts and their weights as ``router_top_k`` does:
-        itself where there are at most 32 (token, slot) pairs and it is one stream of weights, else in front.
-        ``token_selected_experts`` and ``token_final_scales`` are None beside it.
+        float32 ``[M, experts of all ranks]``.  Experts and their weights follow from it as in ``router_top_k``: the
+        layer's own launch chooses them if there are at most 32 (token, slot) pairs and the layer is one stream of
+        weights, else operations before it do.  ``token_selected_experts`` and ``token_final_scales`` must then be None.
     top_k : int
         Experts of a token, with ``router_logits``; at most 32.
     is_padding : torch.Tensor, optional
         bool ``[M]``, with ``router_logits``: rows that go to no expert, whose outputs are zeros.
     barrier : torch.Tensor, optional
-        int32 ``[2]``, zero before its first use: counters that the launch's blocks wait at.  Calls that may run at the same
-        time need one each, as they need a workspace.  Without it they are in the workspace, and a launch in front makes
-        them zero.
+        int32 ``[2]``, zero before its first use: counters of the grid barrier.  Calls that may run at the same time
+        need one each, as they need a workspace each.  By default the counters lie in the workspace, and a launch before
+        the layer zeroes them.
     next_weights : torch.Tensor, optional
-        As in :func:`~flashinfer.gemm.dense_block_scaled`.
+        The same as in :func:`~flashinfer.gemm.dense_block_scaled`.
 
     Raises
     ------
@@ -429,7 +431,7 @@ def cutlass_fused_moe_workspace_size(
     """Bytes of ``workspace_buffer`` that :func:`cutlass_fused_moe` needs for up to ``max_num_tokens`` tokens.
 
     The signature is upstream's.  For MXFP4 weights on this fork's kernels the size is theirs; the CPU backend needs
-    none and the answer is 0.  ``device`` defaults to the current CUDA device, or to the CPU where there is none.
+    none and the answer is 0.  ``device`` defaults to the current CUDA device, or to the CPU if there is none.
 
     Raises
     ------

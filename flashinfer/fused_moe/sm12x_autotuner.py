@@ -109,7 +109,7 @@ class SM12xStageRunner(TunableRunner):
     """The runner with which upstream's unified ``MoELayer`` tunes a CUTLASS backend, for this fork's kernels.
 
     It takes the place of the ``MoERunner`` of upstream's module: the layer hands it activations and weights only, so it
-    times them with unit scales.  Its tactics are the numbers of which the layer makes ``profile_ids``.
+    times them with unit scales.  Its tactics are numbers, which the layer passes on as ``profile_ids``.
 
     ``inputs`` are ``[input, fc1 weights, ignored, fc2 weights, ignored]``.
     """
@@ -156,17 +156,17 @@ class SM12xStageRunner(TunableRunner):
         return runner
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """As :class:`SM12xMoERunner` has them."""
+        """The key extras of :class:`SM12xMoERunner`."""
         return self._runner(inputs).get_cache_key_extras(inputs)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """As :class:`SM12xMoERunner` has them, as numbers."""
+        """The valid tactics of :class:`SM12xMoERunner`, as numbers."""
         return [number(name) for name in self._runner(inputs).get_valid_tactics(inputs, profile)]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a tactic from a cache file is the number of a row that fits.
+        """Whether a tactic from a cache file is the number of an instance that takes this call.
 
-        The call's tokens too: the layer passes it on as ``profile_ids``, where nothing takes its place.
+        It must take the call's tokens, too: the layer passes it on as ``profile_ids``, for which there is no fallback.
         """
         return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
 
@@ -185,6 +185,6 @@ def tuned_tactics(backend: Backend, problem: MoEProblem, call: MoECall, default:
     for gemm_idx, operator in enumerate(OPERATORS, start=1):
         runner = SM12xMoERunner(backend, problem, call, gemm_idx)
         name = tune.tuned(operator, runner, call.tune_max_num_tokens, inputs, gemm_idx=gemm_idx)
-        # That of the largest profile stands for all calls of more tokens, which it may not take.
+        # Calls of more tokens than the largest profile get that profile's tactic, which may not take so many.
         chosen.append(-1 if name is None or name not in runner.names(problem.num_tokens) else index_of(name))
     return resolved_pair(chosen, default)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from ..jit.fused_moe import (
 from ..sm12x.backend import Backend, kernels, workspace_size
 from ..sm12x.device_class import DeviceClass
 from ..sm12x.instances import INSTANCES, is_alone
-from .sm12x_planner import plan_moe
+from .sm12x_planner import plan_moe, resolved_pair
 from .sm12x_validation import MoECall, MoEProblem
 
 
@@ -64,6 +64,42 @@ def default_tactics(problem: MoEProblem, device: DeviceClass, all_sms: bool = Tr
     """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
     sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
     return plan_moe(*sizes, int(problem.mode), device, all_sms, problem.weights)
+
+
+class Plan(NamedTuple):
+    """The tactics and workspace of calls of one problem.
+
+    Attributes
+    ----------
+    tactics : tuple
+        Tactics of FC1 and FC2: the planner's, unless others are wanted.
+    workspace : int
+        Bytes of workspace.
+    streamed : bool
+        Whether the layer is one stream of weights.
+    """
+
+    tactics: tuple[int, int]
+    workspace: int
+    streamed: bool
+
+
+def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | None = None) -> Plan:
+    """The plan of ``problem``, which the backend remembers; or, without a memo, the plan of ``wanted`` tactics
+    (:func:`resolved_pair`)."""
+    key = "moe plan", problem
+    plan: Plan | None = backend.memo.get(key) if wanted is None else None
+    if plan is None:
+        device = backend.device_class
+        default = default_tactics(problem, device)
+        tactics = default if wanted is None else resolved_pair(wanted, default)
+        first = INSTANCES[tactics[0]]
+        dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
+        size = workspace_bytes(backend, problem, dequantizes or not device.mma_kinds)
+        plan = Plan(tactics, size, first.streamed)
+        if wanted is None:
+            backend.memo[key] = plan
+    return plan
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

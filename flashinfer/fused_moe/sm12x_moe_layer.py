@@ -13,7 +13,7 @@ from ..sm12x.devices import require_served
 from ..sm12x.operator import is_traced
 from ..tllm_enums import ActivationType
 from .sm12x_operator import compute, fused_moe
-from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, require_experts, select_mode, validate
+from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, expert_tensors, require_experts, select_mode, validate
 
 _TOKENS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
@@ -36,7 +36,7 @@ class SM12xMoELayer:
     fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, fc1_expert_biases, fc2_expert_biases, swiglu_alpha, \
 swiglu_beta, swiglu_limit, tp_size, tp_rank, ep_size, ep_rank, enable_alltoall, use_w4_group_scaling, use_mxfp8_act_scaling, \
 tune_max_num_tokens, activation_type, swizzled_input_sf
-        As in ``cutlass_fused_moe``.
+        The same as in ``cutlass_fused_moe``.
 
     Raises
     ------
@@ -80,13 +80,13 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
                 f"use_w4_group_scaling {use_w4_group_scaling!r}; it must be Swiglu, SwigluBias or SwigluStep, and a flag name "
                 "the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 or float16), or both"
             )
-        # As MoECall has them.
+        # In the order of MoECall's fields.
         self._experts: Any = (
             fc1_expert_weights,
             fc1_expert_biases,
             fc2_expert_weights,
             fc2_expert_biases,
-            quant_scales,
+            list(quant_scales) if isinstance(quant_scales, list) else quant_scales,
             swiglu_alpha,
             swiglu_beta,
             swiglu_limit,
@@ -94,20 +94,22 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         self._types: Any = int(activation_type), output_dtype
         ranks = tp_size, tp_rank, ep_size, ep_rank
         self._options: Any = swizzled_input_sf, *ranks, enable_alltoall, tune_max_num_tokens
-        # What is traced has no addresses; whoever traces it computes, and checks, by the operator.
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
         self._checks = not is_traced(self._experts)
         if self._checks:
             self._require_experts()
 
     def _require_experts(self) -> None:
-        weights, scales = self._experts[0], self._experts[4]
+        weights = self._experts[0]
         _require_weights(weights)
         require_computing_device("fc1_expert_weights", weights)
         require_served("SM12xMoELayer", weights.device)
         mode = next(iter(self._modes.values()))
         call = self._call(mode, (None, None, weights, None, None, None), (None,) * 7)  # no routing is looked at
         self._checked = require_experts(call, weights.device)
-        self._unchanged = Unchanged(*self._experts[:4], *scales, *self._experts[5:])
+        self._tensors = expert_tensors(call)
+        self._unchanged = Unchanged(*self._tensors)
 
     def _call(self, mode: Mode, tokens: tuple[Any, ...], more: tuple[Any, ...]) -> MoECall:
         return MoECall._make((*tokens, *self._experts, *self._types, mode.value, *self._options, *more))
@@ -139,7 +141,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         call = self._call(mode, tokens, more)
         if not self._checks or is_traced(tokens) or is_traced(more):
             return fused_moe(call)
-        if not self._unchanged.holds():
+        if not self._unchanged.holds(*self._tensors):
             self._require_experts()
         problem = validate(call, self._checked)
         if output is None:

@@ -16,8 +16,8 @@ from ..sm12x.instances import INSTANCES
 from ..sm12x.operator import OutputOperator
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
-from .sm12x_launch import default_tactics, launch, workspace_bytes
-from .sm12x_planner import plan_mode, resolved_pair, wanted_tactics
+from .sm12x_launch import default_tactics, launch, plan_of
+from .sm12x_planner import plan_mode, wanted_tactics
 from .sm12x_router import choose_experts
 from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, check_limits, validate
 
@@ -52,11 +52,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         with plain_torch(device):
             moe_cpu(problem, routed(call))
         return
-    default = default_tactics(problem, device_class)
-    tactics = default if wanted is None else resolved_pair(wanted, default)
-    first = INSTANCES[tactics[0]]
-    dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
-    needed = workspace_bytes(backend, problem, dequantizes or not device_class.mma_kinds)
+    tactics, needed, streamed = plan_of(backend, problem, wanted)
     workspace = call.workspace_buffer
     if workspace is None:
         workspace = backend.empty(needed)
@@ -66,13 +62,13 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
     tunes = wanted is None and backend.is_cuda and not tune.is_idle()
-    if tunes or not first.streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
+    if tunes or not streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
         call = routed(call)
     if tunes:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():
             other = Mode.HALF_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
-            tuned_tactics(backend, problem._replace(mode=other), call, default)  # for calls of other sizes
-        tactics = tuned_tactics(backend, problem, call, default)
+            tuned_tactics(backend, problem._replace(mode=other), call, tactics)  # for calls of other sizes
+        tactics = tuned_tactics(backend, problem, call, tactics)
     if launch(backend, problem, call, workspace, tactics):
         return
     if wanted is not None:

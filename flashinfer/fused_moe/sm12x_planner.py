@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance a shape gets by default, and why; for people: ``python -m flashinfer sm12x-plan``.
+"""The default instance for a shape, and the reason; ``python -m flashinfer sm12x-plan`` prints both.
 
 The choice follows the number of token rows that an expert can expect, since that is the N side of its GEMMs: the
 narrowest token tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
@@ -32,7 +32,8 @@ class Choice:
 
 
 AS_FAST = 1.03
-"""How many times as long as W4A8 an exact layer may take to be preferred; a test holds the limits to the model."""
+"""An exact layer (W4A16) is preferred if it takes at most this many times W4A8's time. The device classes' limits
+(``exact``) follow from it; a test holds them to the performance model."""
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -42,7 +43,7 @@ def expected_rows(num_rows: int, num_experts: int) -> float:
 
 
 def plan_mode(mode: Mode, num_tokens: int, top_k: int, num_experts: int, device: DeviceClass = GB10) -> Mode:
-    """What :attr:`Mode.AUTO` is for so many tokens: W4A16 where it is as fast, else W4A8; other modes stay as they are."""
+    """Resolve :attr:`Mode.AUTO` by the number of tokens: W4A16 where it is as fast, else W4A8. Other modes stay."""
     if mode is not Mode.AUTO:
         return mode
     rows = expected_rows(num_tokens * top_k, num_experts)
@@ -50,7 +51,7 @@ def plan_mode(mode: Mode, num_tokens: int, top_k: int, num_experts: int, device:
 
 
 def most_exact_tokens(top_k: int, num_experts: int, device: DeviceClass = GB10) -> float:
-    """The most tokens that :attr:`Mode.AUTO` multiplies as they are; infinite where that is any number."""
+    """The most tokens for which :attr:`Mode.AUTO` chooses W4A16; infinite if it always does."""
     most = 1 << 20
     if plan_mode(Mode.AUTO, most, top_k, num_experts, device) is Mode.W4A16:
         return math.inf
@@ -72,8 +73,8 @@ def choose(
 ) -> Choice:
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` experts.
 
-    ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.  Without
-    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.
+    ``layer``: hidden and intermediate size of an MoE layer; None chooses among the grouped GEMM's instances.
+    ``all_sms``: False chooses among pairs of GEMMs only, because blocks of a streamed layer wait for each other.
     """
     rows = expected_rows(num_rows, num_experts)
     busy = f"{rows:.1f} rows for an expert that is hit"
@@ -90,7 +91,7 @@ def choose(
     gemms = [row for row in fitting if not row.streamed]
     tiles = sorted({row.token_tile for row in gemms})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
-    # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
+    # Among equal token tiles take the longest K tile: it reads whole 128-byte pieces of a weight row.
     best = max((row for row in gemms if row.token_tile == tile), key=lambda row: row.k_tile)
     kept = ", activations dequantized to bfloat16" if best.multiplies == "mxfp8_as_bf16" else ""
     return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}{kept}")
@@ -141,7 +142,8 @@ def go_together(fc1: int, fc2: int) -> bool:
 def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
     """FC1's and FC2's tactics from ``wanted``, in which -1 leaves the choice to ``default``.
 
-    Where the two do not :func:`go_together`, the one that was wanted serves both; of two that were, the first.
+    If the two cannot form a layer (:func:`go_together`), one of them serves both GEMMs: the one that was given, or the
+    first if both were.
     """
     fc1, fc2 = (int(own) if given == -1 else int(given) for own, given in zip(default, wanted, strict=True))
     if go_together(fc1, fc2):
@@ -221,13 +223,13 @@ class Explained:
     Attributes
     ----------
     tokens : int
-        Of the batch.
+        Tokens of the batch.
     rows_per_expert : float
-        Rows that an expert can expect which is hit at all.
+        Expected rows of an expert that gets any.
     fc1, fc2 : int
         The tactics, and the names of their instances.
     reason : str
-        The planner's.
+        The planner's reason for them.
     """
 
     tokens: int

@@ -26,7 +26,7 @@ from ..sm12x.operator import define, is_traced
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
-K_STEP = 8
+K_STEP = 8  # kRouterVector
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
@@ -61,12 +61,12 @@ def router_top_k(
     constant_weights: bool = False,
     enable_pdl: bool | None = None,
 ) -> Routed:
-    """Which experts a token goes to, by a bfloat16 router behind an addition and an RMSNorm.
+    """Choose each token's experts with a bfloat16 router, after a residual addition and an RMSNorm.
 
-    ``s = hidden_states + residual``; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``logits = h @ weight.T + bias``; the
-    ``top_k`` largest, and the softmax over them, as gpt-oss routes. ``s`` and ``h`` are rounded to bfloat16, sums are
-    float32, and logits stay so unless ``logits_dtype`` says otherwise. Made for the few tokens of a decode step: weights are read once for up to eight
-    tokens, fewer where k is long.
+    ``s = hidden_states + residual``; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``logits = h @ weight.T + bias``;
+    the ``top_k`` largest, and the softmax over them, as gpt-oss routes. ``s`` and ``h`` are rounded to bfloat16, sums
+    are float32, and logits stay float32 unless ``logits_dtype`` says otherwise. Made for the few tokens of a decode
+    step: each pass over the weights serves up to eight tokens, fewer if k is long.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
     are computed on the CPU. Results are the same on every run.
@@ -84,15 +84,16 @@ def router_top_k(
     residual : torch.Tensor, optional
         ``[m, k]`` bfloat16, added first.
     norm_weight : torch.Tensor, optional
-        ``[k]`` bfloat16; without it nothing is normed.
+        ``[k]`` bfloat16; None: no norm.
     eps : float
         The norm's epsilon; finite, not negative.
     is_padding : torch.Tensor, optional
-        ``[m]`` bool: rows that are no tokens and go to no expert.
+        ``[m]`` bool: padding rows, which go to no expert.
     logits_dtype : torch.dtype
-        bfloat16 rounds logits before they are compared, as those of a router are that is a bfloat16 layer of its own.
+        bfloat16 rounds the logits before they are compared, as a router does that is a separate bfloat16 layer.
     constant_weights : bool
-        Nothing in front of this call on its stream writes ``weight``, so that it may be read while that still runs.
+        True: no earlier work on the call's stream writes ``weight``, so the kernel may read it while that work still
+        runs.
     enable_pdl : bool, optional
         Launch as programmatic dependents; by default where the device can.
 
@@ -230,7 +231,8 @@ def _validate(call: RouterCall) -> RouterCall:
 
 
 def _outputs(call: RouterCall) -> list[torch.Tensor]:
-    """Weights, ids, logits, normed rows, sums; the last two empty where there are none."""
+    """Memory for weights, ids, logits, normed rows and sums; the last two are empty if there is no norm or no
+    residual."""
     (m, k), experts = call.hidden_states.shape, call.weight.shape[0]
     shapes = (
         ((m, call.top_k), torch.float32),

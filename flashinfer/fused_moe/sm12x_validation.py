@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,9 @@ from ..sm12x.checks import (
     UE8M0,
     UE8M0_DTYPES,
     BlockScales,
+    Span,
+    Unchanged,
+    are_apart,
     describe,
     is_tensor,
     padded_scales,
@@ -35,6 +40,7 @@ from ..sm12x.checks import (
     require_switches,
     require_tensor,
     require_tensor_type,
+    span,
 )
 from ..sm12x.instances import MAX_EXPERTS, Format
 
@@ -50,7 +56,7 @@ class Activation(NamedTuple):
 
     name: str
     defaults: dict[str, float]
-    """The arguments of ``cutlass_fused_moe`` that give each expert a number, and that number without them."""
+    """Arguments of ``cutlass_fused_moe`` that hold one parameter per expert, and its value when they are omitted."""
 
 
 _SWIGLU = Activation("Swiglu", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")})
@@ -60,12 +66,12 @@ ACTIVATIONS = {
     5: _SWIGLU,  # SwigluBias, Swiglu with its parameters by another name
     7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
 }
-"""By ``ActivationType``'s numbers."""
+"""The activations by the number of their ``ActivationType``."""
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
 class Mode(enum.IntEnum):
-    """Activations that MXFP4 weights are multiplied by; the numbers of the first three are the kernel module's."""
+    """Format of the activations that MMAs multiply; the kernel module knows the first three by the same numbers."""
 
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
@@ -86,7 +92,7 @@ INPUT_DTYPES = {
     Mode.AUTO: (torch.bfloat16,),
 }
 BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16, torch.float16)}
-"""By the output's dtype."""
+"""Allowed dtypes of biases, by the output's dtype."""
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
@@ -96,7 +102,7 @@ _QUANT_SCALES = {
 
 
 NVFP4 = BlockScales("E4M3", (torch.float8_e4m3fn,), NVFP4_SCALES.block)
-"""The block scales by whose dtype experts are NVFP4's; bytes without it are MXFP4's."""
+"""NVFP4's block scales; :func:`weights_of` tells NVFP4 experts from MXFP4 ones by their dtype."""
 
 
 class MoECall(NamedTuple):
@@ -191,7 +197,8 @@ def select_mode(
 
 
 def weights_of(mode: Mode, quant_scales: Any) -> str:
-    """The format of the experts: NVFP4 in W4A16 with four scales, of which a matrix's block scales are float8_e4m3fn."""
+    """The format of the experts: NVFP4 in W4A16 with four scales if a matrix's block scales are float8_e4m3fn, else
+    MXFP4."""
     if mode is Mode.W4A16 and isinstance(quant_scales, (list, tuple)) and len(quant_scales) == 4:
         of_blocks = (getattr(scales, "dtype", None) for scales in quant_scales[::2])
         return "nvfp4" if any(dtype in NVFP4.dtypes for dtype in of_blocks) else "mxfp4"
@@ -356,7 +363,7 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
 
 
 class CheckedExperts(NamedTuple):
-    """What a layer's calls have in common, once its weights were checked."""
+    """Sizes and formats of a layer whose weights were checked; all its calls share them."""
 
     device: torch.device
     num_local_experts: int
@@ -365,13 +372,13 @@ class CheckedExperts(NamedTuple):
     first_expert: int
     num_experts_total: int
     weights: str
+    spans: tuple[Span, ...] = ()
+    """Ranges of memory of the tensors of :func:`expert_tensors`."""
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
-    """Check what of a call is its layer's: weights, scales, biases, the activation and its parameters, ranks."""
-    checked = _check_weights(call, device)
-    _check_parameters(call, checked)
-    return checked
+    """Check the arguments that belong to the layer: weights, scales, biases, activation and its parameters, ranks."""
+    return _check_parameters(call, _check_weights(call, device))
 
 
 def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
@@ -385,7 +392,7 @@ def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
     return CheckedExperts(device, experts, hidden, inter, ep_rank * experts, experts * ep_size, weights)
 
 
-def _check_parameters(call: MoECall, layer: CheckedExperts) -> None:
+def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
     device, experts, hidden, inter = layer[:4]
     _check_quant_scales(Mode(call.moe_mode), layer, call.quant_scales)
     biases = BIAS_DTYPES[call.output_dtype]
@@ -405,21 +412,56 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> None:
             taken = " and ".join(activation.defaults)
             raise ValueError(f"{name} is given; activation_type {activation.name} has {taken} alone, pass None")
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
+    return layer._replace(spans=tuple(span(each) for each in expert_tensors(call) if each is not None))
+
+
+_options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
+    slice(MoECall._fields.index("activation_type"), MoECall._fields.index("tune_max_num_tokens") + 1)
+)
+"""The arguments that :func:`require_experts` checks and that are no tensors."""
+_remembered: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
+"""The experts of valid calls, by the identity of FC1's weights and the mode."""
+_MOST_REMEMBERED = 1024
+
+
+def expert_tensors(call: MoECall) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call that :func:`require_experts` checks."""
+    weights = call.fc1_expert_weights, call.fc1_expert_biases, call.fc2_expert_weights, call.fc2_expert_biases
+    return (*weights, *call.quant_scales, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
+
+
+def _recall(call: MoECall) -> CheckedExperts | None:
+    """The result of :func:`require_experts` for this call's layer, if an earlier valid call had the same objects and
+    none of them changed; else None. Saves most of a call's checks, because a layer's tensors hardly ever change."""
+    known = _remembered.get((id(call.fc1_expert_weights), call.moe_mode))
+    if known is None or type(call.quant_scales) not in (list, tuple):
+        return None
+    unchanged, options, checked = known
+    same = all(map(operator.is_, options, _options(call))) and checked.device == call.input.device
+    return checked if same and unchanged.holds(*expert_tensors(call)) else None
+
+
+def _remember(call: MoECall, checked: CheckedExperts) -> None:
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()  # of layers that are gone, too
+    known = Unchanged(*expert_tensors(call)), _options(call), checked
+    _remembered[id(call.fc1_expert_weights), call.moe_mode] = known
 
 
 def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem:
     """Check the metadata and addresses of a call and return its sizes.
 
     Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where that is known.
+    layer, where the caller knows it; calls that bring the same objects again are known here.
 
     Raises
     ------
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    mode, layer = Mode(call.moe_mode), checked or _check_weights(call, call.input.device)
-    device, experts, hidden, inter, first, total, weights = layer
+    mode, known = Mode(call.moe_mode), checked or _recall(call)
+    layer = known or _check_weights(call, call.input.device)
+    device, experts, hidden, inter, first, total, weights, _ = layer
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
     tokens = call.input.shape[0]
     require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
@@ -431,30 +473,32 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
             f"({experts} here x ep_size {total // experts})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
-    if checked is None:
-        _check_parameters(call, layer)
+    if known is None:
+        layer = _check_parameters(call, layer)
+        _remember(call, layer)
     _check_input_sf(mode, tokens, hidden, call.input_sf, call.swizzled_input_sf, device)
     if call.token_final_scales is not None:
         shape = tokens, top_k
         require_tensor("token_final_scales", call.token_final_scales, [shape], FLOAT32, device, alignment=ELEMENT)
     if call.enable_pdl is not None:
         require_switches(call)
-    written = False
+    written = [each for each in (call.output, call.workspace_buffer, call.barrier) if each is not None]
     if call.output is not None:
         require_tensor("output", call.output, [(tokens, hidden)], (call.output_dtype,), device)
-        written = True
     if call.workspace_buffer is not None:
         require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)
         require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device)
-        written = True
     if call.next_weights is not None:
         require_read_ahead(call.next_weights, device)
     if call.barrier is not None:
         require_tensor("barrier", call.barrier, [(2,)], [torch.int32], device, alignment=ELEMENT)
-        written = True
     if written:
-        require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
+        routing = call.token_selected_experts, call.token_final_scales, call.router_logits, call.is_padding
+        read = [each for each in (call.input, call.input_sf, *routing, call.next_weights) if each is not None]
+        spans = [(start := each.data_ptr(), start + each.nbytes) for each in (*written, *read)]
+        if not are_apart([*spans, *layer.spans], len(written)):
+            require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
     routed = experts if call.enable_alltoall else total
     return MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)
 

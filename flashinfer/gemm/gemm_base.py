@@ -118,7 +118,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     )
 
 
-# Which compute capabilities the operator serves is asked through attributes that upstream's decorator sets.
+# Callers ask for the operator's compute capabilities through these attributes, which upstream's decorator sets.
 for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
     setattr(
         group_gemm_mxfp8_mxfp4_nt_groupwise,
@@ -139,11 +139,11 @@ def mm_fp4(
     skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed by this fork.
+    """Upstream's ``mm_fp4`` and its documentation; this fork also computes MXFP4 operands.
 
-    That is: ``backend="sm12x"``; CPU tensors; and on SM12x ``backend="cute-dsl"``, which upstream refuses there and vLLM asks
-    for (``--quantization-config '{"linear": "mxfp4"}'``), and ``"auto"`` where upstream has no backend for the call. See
-    :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
+    It does so with ``backend="sm12x"``, for CPU tensors, and on SM12x with ``backend="cute-dsl"``, which upstream
+    refuses there and vLLM asks for (``--quantization-config '{"linear": "mxfp4"}'``), and with ``"auto"`` if upstream
+    has no backend for the call. See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
 
     Raises
     ------

@@ -34,12 +34,12 @@ def _format_of(block_size: Any) -> str:
 def prepare_bf16_fp4_weights(
     b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None, *, backend: str, block_size: int = 16
 ) -> Any:
-    """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are.
+    """Upstream's function; ``backend="sm12x"`` needs no preparation and returns the three unchanged.
 
     Raises
     ------
     TypeError, ValueError
-        Upstream's; with ``backend="sm12x"`` what ``mm_bf16_fp4`` would say of the three.
+        Upstream's errors; with ``backend="sm12x"`` those that ``mm_bf16_fp4`` would raise for the three.
     """
     if backend == sm12x_mm.BACKEND:
         sm12x_mm.require_weight(b, b_descale, alpha, _format_of(block_size))
@@ -57,10 +57,11 @@ def mm_bf16_fp4(
     enable_pdl: bool = True, skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's, whose documentation holds; ``backend="sm12x"`` multiplies as well on the CPU, and MXFP4 weights besides.
+    """Upstream's function and documentation; ``backend="sm12x"`` also takes CPU tensors and MXFP4 weights.
 
-    With it ``b`` is ``[n, k / 2]``, two e2m1 a byte, ``b_descale`` in 128x4 layout: E4M3 with a ``block_size`` of 16 (NVFP4, as
-    ``nvfp4_quantize`` makes it), UE8M0 with one of 32 (MXFP4). k is a multiple of 32.
+    For this backend ``b`` is ``[n, k / 2]``, two e2m1 per byte, and ``b_descale`` has the 128x4 layout: E4M3 with
+    ``block_size`` 16 (NVFP4, as ``nvfp4_quantize`` makes it), UE8M0 with ``block_size`` 32 (MXFP4). k is a multiple of
+    32.
 
     Raises
     ------

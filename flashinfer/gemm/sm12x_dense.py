@@ -213,26 +213,27 @@ def dense_block_scaled(
         mxfp8       float8_e4m3fn k
         ==========  ================  ======================================================================================
     weight_scale : torch.Tensor
-        In 128x4 layout, of any shape: UE8M0 bytes (uint8 or float8_e8m0fnu), ``pad128(n) * pad4(k / 32)`` of them; of
-        nvfp4 E4M3 (uint8 or float8_e4m3fn), ``pad128(n) * pad4(k / 16)``, whose sign bits are not read. 255, or E4M3's
-        0x7F, is NaN, which a whole row of the output then is. Outputs of weights beyond float32, ``2^(s - 127)`` times
-        an element, are infinite, NaN or right, by the backend.
+        Scales in 128x4 layout, of any shape: ``pad128(n) * pad4(k / 32)`` UE8M0 bytes (uint8 or float8_e8m0fnu); for
+        nvfp4 ``pad128(n) * pad4(k / 16)`` E4M3 bytes (uint8 or float8_e4m3fn), whose sign bits are ignored. A scale of
+        255 (E4M3: 0x7F) is NaN and makes every output of its weight row NaN. If a weight, ``2^(s - 127)`` times an
+        element, exceeds float32, its outputs are infinite, NaN or right, depending on the backend.
     bias : torch.Tensor, optional
         ``[n]`` bfloat16, float16 or float32.
     weight_format : str
-        The format of ``weight``, one of ``quantization.block_scaled.WEIGHT_FORMATS``; nothing is told from its bytes.
+        The format of ``weight``, one of ``quantization.block_scaled.WEIGHT_FORMATS``; it is not inferred from the
+        bytes.
     activation : str
-        ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
-        W8A8); of nvfp4 and mxint8 weights, which SM12x's MMA does not take, that gains nothing. ``"mxfp4"``, of MXFP4
-        weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with a NaN is NaN; SM12x's
-        MMA has twice the rate then. Ignored when ``x_scale`` is given.
+        ``"bf16"``: x is multiplied unrounded (W4A16, W8A16). ``"mxfp8"``: the call first rounds x to MXFP8 (W4A8,
+        W8A8); no gain with nvfp4 and mxint8 weights, which SM12x's block-scaled MMA does not take. ``"mxfp4"``, with
+        MXFP4 weights only: the call rounds x to MXFP4 (W4A4) by the rule of ``mxfp4_quantize``, by which a block with a
+        NaN becomes NaN; SM12x's MMA then has twice the rate. Ignored when ``x_scale`` is given.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.
     swizzled_x_scale : bool
-        Which of the two.
+        True: ``x_scale`` has the 128x4 layout; False: it is linear.
     alpha : torch.Tensor, optional
-        One float32, a factor of the product: NVFP4's global scale.
+        One float32 that multiplies the product: NVFP4's global scale.
     residual : torch.Tensor, optional
         ``[m, n]`` of the output's dtype, added.
     out : torch.Tensor, optional
@@ -240,13 +241,13 @@ def dense_block_scaled(
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     next_weights : torch.Tensor, optional
-        A tensor that a launch behind this one reads in any case, such as the next layer's weight: contiguous, of any
-        shape and dtype. Where this layer is a stream of weights, its beginning (up to a twelfth of L2) is brought into
-        L2 when no more of this layer's own weights are to be asked for. It changes no result, and nothing where it is
-        no stream, nor on the CPU.
+        A tensor that a later launch reads in any case, such as the next layer's weight: contiguous, of any shape and
+        dtype. If this layer is a stream of weights, it prefetches the tensor's beginning (up to a twelfth of L2) into
+        L2 once all of its own weights are requested. Results do not change; otherwise, and on the CPU, it has no
+        effect.
     constant_weights : bool
-        Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while
-        it still runs, as a model's weights may.
+        True: no earlier work on the call's stream writes ``weight`` or ``weight_scale``, so the kernel may read them
+        while that work still runs. This holds for a model's weights.
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
@@ -302,7 +303,7 @@ FORMATS_BY_DTYPE: dict[torch.dtype, WeightFormat] = {torch.uint8: "mxfp4", torch
 
 
 def format_of(weight: Any) -> WeightFormat:
-    """By :data:`FORMATS_BY_DTYPE`.
+    """The format that :data:`FORMATS_BY_DTYPE` gives the weight's dtype.
 
     Raises
     ------
@@ -337,7 +338,7 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     Raises
     ------
     ValueError
-        As :func:`instance`.
+        The errors of :func:`instance`.
     """
     weights, k = call.weight_format, call.k
     row = None if call.tactic is None else instance(call.tactic, weights, k, token_format)
@@ -352,14 +353,14 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
 
 
 def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> None:
-    """Compute a valid call, and the largest of each row; without memory for outputs where only these are wanted.
+    """Compute a valid call, and the largest of each row; if only these are wanted, outputs need no memory.
 
     Raises
     ------
     NotImplementedError
         The GPU has no kernels of this family.
     ValueError
-        As :func:`instance`.
+        The errors of :func:`instance`.
     """
     require_served("dense_block_scaled", call.x.device)
     run_served(call, token_format, top_k)

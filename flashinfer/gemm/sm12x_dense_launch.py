@@ -70,17 +70,17 @@ _BEHIND_TENSORS = DenseCall._fields.index("out_dtype")
 
 
 class RowTopK(NamedTuple):
-    """Where the largest outputs of each row go, in the order in which the kernels' module takes it."""
+    """The tensors that get the largest outputs of each row, in the order of the kernels' arguments."""
 
     values: torch.Tensor
     """float32 ``[m, top_k]``."""
     indices: torch.Tensor
     """int64 ``[m, top_k]``."""
     first_index: int
-    """That of a row's first output."""
+    """The index of a row's first output."""
 
     def compute_on_cpu(self, logits: torch.Tensor) -> None:
-        """As the kernels: of equal numbers the first, NaN before all others."""
+        """Select as the kernels do: the first of equal numbers, and NaN above all others."""
         numbers = logits.float() + 0.0  # -0 is 0
         bits = torch.where(numbers.isnan(), 0x7FFFFFFF, numbers.view(torch.int32)).long()
         ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -90,11 +90,12 @@ class RowTopK(NamedTuple):
         self.indices.copy_(places + self.first_index)
 
 
-# Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
+# Thresholds at which another kernel becomes faster: measured on an H200 for gpt-oss's layers, predicted for SM12x.
 SECOND_PASS_BYTES = 12 << 20
-"""Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
+"""Up to this size weights are streamed twice, for two tiles of tokens, in place of a GEMM: L2 still holds them."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
-"""Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
+"""Relative time of a tile by its tokens, among many tiles, for each operand type: measured for bf16, predicted for the
+others."""
 
 
 def choose(
@@ -108,8 +109,8 @@ def choose(
 ) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
-    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors. Quantized tokens stay with
-    block-scaled MMAs, whose rate is two to eight times that of bfloat16.
+    ``operand``: the type in which a GEMM multiplies the tokens. ``sm_count``: the device's multiprocessors. Quantized
+    tokens never go to cuBLAS: block-scaled MMAs have two to eight times the rate of bfloat16 ones.
     """
     in_pieces = device.cublas_tokens_in_pieces if 2 * n * k > DEQUANTIZED_BYTES else {}
     if operand == "bf16" and num_tokens >= in_pieces.get(weights, device.cublas_tokens):
@@ -123,8 +124,9 @@ def choose_instance(
 ) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``.
 
-    ``tiles_per_sm``: of the output, of 128 rows, up to which a GEMM's tiles are small. With one of them none is cut, so that
-    the smallest are taken of which no more are needed; with more, those of the fewest tokens alone.
+    ``tiles_per_sm``: a GEMM's token tile stays small while the output has at most so many tiles of 128 weight rows per
+    SM. 1: take the smallest token tile whose tiles all run at once, so that none is shared between blocks. More: try
+    the smallest token tile only.
     """
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
@@ -141,7 +143,10 @@ def choose_instance(
 
 @functools.cache
 def _mma_is_used(operand: Format, device: DeviceClass) -> bool:
-    """Whether the device has an MMA of ``operand`` that adds up widely enough; read once, as modules are built once."""
+    """Whether GEMMs multiply ``operand`` by an MMA of its own: the device has it and its sums are wide enough.
+
+    Cached, because modules are built once.
+    """
     kind = FORMATS[operand].mma
     return kind is None or (kind in device.mma_kinds and not multiplies_in_half(kind))
 
@@ -173,7 +178,7 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     Raises
     ------
     ValueError
-        There is none of that name for these weights, this K and such tokens; the message lists them.
+        No instance of that name takes these weights, this K and these tokens; the message lists those that do.
     """
     allowed = [
         row

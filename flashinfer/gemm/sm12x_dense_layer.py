@@ -47,9 +47,9 @@ class DenseLayer:
     Parameters
     ----------
     weight, weight_scale, bias, weight_format, activation, swizzled_x_scale, alpha, constant_weights
-        As in ``dense_block_scaled``.
+        The same as in ``dense_block_scaled``.
     out_dtype : torch.dtype
-        That of all outputs: bfloat16, float16 or float32.
+        The dtype of all outputs: bfloat16, float16 or float32.
 
     Raises
     ------
@@ -81,7 +81,8 @@ class DenseLayer:
         self._constant_weights = constant_weights
         require_output_dtype("out_dtype", out_dtype, OUTPUT_DTYPES)
         require_options(self._call(weight))
-        # What is traced has no addresses; whoever traces it computes, and checks, by the operator.
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
         self._checks = not is_traced(self._operands)
         if self._checks:
             self._require_weight()
@@ -161,7 +162,7 @@ class DenseLayer:
 
     def _require_tokens(self, call: DenseCall) -> int:
         """Check a call, and the weight where it changed; the format of the call's tokens."""
-        if not self._weights.holds():
+        if not self._weights.holds(*self._operands):
             self._require_weight()
         require_rank("x", call.x, 2)
         token_format = require_token_format(call, "x")

@@ -48,11 +48,12 @@ def rmsnorm_dense_block_scaled(
     enable_pdl: bool | None = None,
     tactic: int | str | None = None,
 ) -> NormedDense:
-    """:func:`~flashinfer.gemm.dense_block_scaled` behind an addition and an RMSNorm, as a layer's QKV projection is.
+    """:func:`~flashinfer.gemm.dense_block_scaled` after an addition and an RMSNorm, such as a layer's QKV projection.
 
     ``s = x + residual``, rounded to bfloat16; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``alpha * h @ weight.T +
-    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens, where they take a stream of weights (``k`` up to 4,608),
-    all is one launch, and what is rounded is ``s * norm_weight``, whose factor the sums get. With more, and on the CPU, the norm is computed in front by torch.
+    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens that take a stream of weights (``k`` up to 4,608) need
+    one launch, which rounds ``s * norm_weight`` and multiplies the sums by the factor ``1 / sqrt(mean(s^2) + eps)``.
+    For more tokens, and on the CPU, torch computes the norm before the layer.
 
     Parameters
     ----------
@@ -61,7 +62,7 @@ def rmsnorm_dense_block_scaled(
     norm_weight : torch.Tensor
         ``[k]`` bfloat16.
     weight, weight_scale, bias, weight_format, alpha, next_weights, constant_weights, enable_pdl, tactic
-        As in ``dense_block_scaled``.
+        The same as in ``dense_block_scaled``.
     residual : torch.Tensor, optional
         ``[m, k]`` bfloat16, added first.
     eps : float
@@ -72,7 +73,7 @@ def rmsnorm_dense_block_scaled(
     Returns
     -------
     NormedDense
-        New tensors, but for ``residual`` where it is ``x``.
+        New tensors; only ``residual`` may be ``x`` itself.
 
     Raises
     ------
@@ -120,7 +121,7 @@ class NormedCall(NamedTuple):
     tactic: str | None
 
     def dense(self) -> DenseCall:
-        """The layer behind the norm, of the tokens in front of it."""
+        """The dense layer's call, with the tokens as they are before the norm."""
         return DenseCall(
             out=None,
             x=self.x,
@@ -143,18 +144,18 @@ class NormedCall(NamedTuple):
 
 
 def norms(row: Instance) -> bool:
-    """Whether an instance takes the norm into its launch."""
+    """Whether an instance's launch computes the norm."""
     return row.streamed and row.token_tile == MOST_TOKENS
 
 
 def most_tokens(weight_format: str, k: int) -> int:
-    """Tokens that one launch norms and multiplies, for rows of ``k``; 0: none."""
+    """The most tokens that one launch norms and multiplies, for rows of ``k``; 0: no instance does."""
     rows = (row for row in DENSE_INSTANCES if row.weights == weight_format and row.longest_k >= k)
     return MOST_TOKENS if any(map(norms, rows)) else 0
 
 
 def _outputs(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's, and what the rows add up to; the latter empty where nothing is added."""
+    """Memory for the layer's outputs and for ``x + residual``; the latter is empty if there is no residual."""
     (m, k), n = call.x.shape, call.weight.shape[0]
     rows = 0 if call.residual is None else m
     return (

@@ -15,7 +15,7 @@ from ..sm12x.operator import define, is_traced
 from .sm12x_dense import format_of, run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
 
-MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
+MAX_TOP_K = 8  # kMaxRowTopK in rows/top_k.cuh
 
 
 class LargestOutputs(NamedTuple):
@@ -48,31 +48,31 @@ def dense_block_scaled_top_k(
     enable_pdl: bool | None = None,
     tactic: int | str | None = None,
 ) -> LargestOutputs:
-    """The ``top_k`` largest of each row of :func:`~flashinfer.gemm.dense_block_scaled`, and where they stand.
+    """The ``top_k`` largest of each row of :func:`~flashinfer.gemm.dense_block_scaled`, and their indices.
 
-    An LM head's argmax for greedy decoding. What is compared is each output as ``out_dtype`` holds it, so that the
-    result is that of ``dense_block_scaled(...)`` and a search of its rows: of equal outputs the first counts, as in ``torch.argmax``
-    of a CPU tensor, and NaN is larger than any number. Results are the same on every run.
+    Serves as an LM head's argmax for greedy decoding. Outputs are compared after rounding to ``out_dtype``, so the
+    result equals a search of the rows of ``dense_block_scaled(...)``: the first of equal outputs counts, as in
+    ``torch.argmax`` of a CPU tensor, and NaN is larger than any number. Results are the same on every run.
 
-    With ``top_k=1`` and few tokens (where the layer is a stream of weights: 16, or 8 with a ``k`` above 3,072) the
-    layer compares its outputs itself, and they are not written unless ``logits`` is given. Otherwise they are, to
-    ``logits`` or to memory of the call's own, and two small launches read them once more.
+    With ``top_k=1`` and few tokens (for which the layer is a stream of weights: 16, or 8 with a ``k`` above 3,072) the
+    layer's launch compares the outputs and writes them only if ``logits`` is given. Otherwise they are written, to
+    ``logits`` or to memory of the call's own, and two small launches read them again.
 
     Parameters
     ----------
     x, weight, weight_scale, bias, weight_format, activation, x_scale, swizzled_x_scale, alpha, residual
-        As in ``dense_block_scaled``.
+        The same as in ``dense_block_scaled``.
     top_k : int
         Outputs of a row, 1 to 8, no more than ``n``.
     first_index : int
-        The index of the first column, 0 or more: where this rank's part of a vocabulary begins.
-        ``values.argmax`` over all ranks' results, in their order, is then the whole vocabulary's.
+        The index of the first column, 0 or more: the beginning of this rank's part of a vocabulary.
+        ``values.argmax`` over all ranks' results, in their order, then finds the whole vocabulary's largest.
     logits : torch.Tensor, optional
-        ``[m, n]``: gets all outputs; as ``out`` in ``dense_block_scaled``.
+        ``[m, n]``: gets all outputs, like ``out`` in ``dense_block_scaled``.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``logits`` if given.
     constant_weights, enable_pdl, tactic
-        As in ``dense_block_scaled``.
+        The same as in ``dense_block_scaled``.
 
     Returns
     -------

@@ -43,7 +43,7 @@ PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 
 
 def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
-    """Whether a call of ``mm_fp4`` is computed here."""
+    """Whether this fork computes a call of ``mm_fp4``."""
     if use_nvfp4:
         return False
     if device.type == "cpu" or backend == BACKEND:
@@ -70,8 +70,8 @@ def automatic(
 
 
 def answer_for(function: Callable[..., Any], upstreams: Any) -> None:
-    """Have ``function`` say as ``upstreams`` which backends it has, and for which compute capabilities (120 for 12.0); ours
-    besides."""
+    """Have ``function`` answer as ``upstreams`` does for its backends and compute capabilities (120 is 12.0), and add
+    ours."""
 
     def is_backend_supported(backend: str, cc: int | None = None) -> bool:
         if backend == BACKEND:
@@ -84,7 +84,7 @@ def answer_for(function: Callable[..., Any], upstreams: Any) -> None:
 
 
 def backends_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Those that upstream's ``function`` lists, and ours."""
+    """The backends that upstream's ``function`` lists, and ours."""
     return (*get_args(get_type_hints(inspect.unwrap(function))["backend"]), BACKEND)
 
 
@@ -151,9 +151,9 @@ def require_weight(b: Any, b_descale: Any, alpha: Any, weight_format: str) -> No
     """
     _require_matrix("b", b, PACKED_DTYPES)
     rows = b.view(torch.uint8)
-    # A call of no tokens has everything but them.
+    # A call of no tokens has every other argument, which is what is to be checked.
     tokens = torch.empty((0, 2 * rows.shape[1]), dtype=torch.bfloat16, device=b.device)
-    if not is_traced((b, b_descale, alpha)):  # what is traced has no addresses; the call itself is checked
+    if not is_traced((b, b_descale, alpha)):  # traced tensors have no addresses; the call itself is checked
         validate(_call(tokens, rows, None, b_descale, alpha, torch.bfloat16, None, None, weight_format))
 
 
@@ -187,7 +187,7 @@ def mm_mxfp4(
     out : torch.Tensor, optional
         ``[m, n]`` of ``out_dtype``.
     enable_pdl : bool, optional
-        As in ``dense_block_scaled``.
+        The same as in ``dense_block_scaled``.
 
     Raises
     ------

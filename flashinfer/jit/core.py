@@ -122,8 +122,8 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
     )
     progress = Progress("upstream's modules")
 
-    # Not one ninja for all, as upstream has it: its log would lie in another folder than that of the ninja which a load
-    # starts, and that would compile everything again.
+    # One ninja per module, where upstream runs one for all: that one's log would lie in another folder than the log of
+    # the ninja that a load starts, which would then compile everything again.
     def tell(spec: Any, made: int, _: int, name: str) -> None:
         done[spec.name] = made
         progress.tell(sum(done.values()), total, f"{spec.name}: {name}")

@@ -97,7 +97,7 @@ def parse_env_flags(env_var_name: str) -> list[str]:
 
 
 def upstreams_includes() -> list[Path]:
-    """Upstream's include folders, of which no compiler need be known."""
+    """Upstream's include folders; finding them needs no compiler."""
     return [*_upstream.get_cccl_includes(), *map(Path, _upstream.get_system_includes(""))]
 
 

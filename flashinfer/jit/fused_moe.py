@@ -57,7 +57,7 @@ def gen_cutlass_fused_moe_sm120_instance_module(tactic: int) -> Any:
         tactic: The instance's place in ``INSTANCES`` (``flashinfer.sm12x.instances``).
 
     Raises:
-        ValueError: there is no such instance, or one of those has it.
+        ValueError: there is no such instance, or it is part of one of those modules.
         RuntimeError: as :func:`gen_cutlass_fused_moe_sm120_module`.
     """
     from ..sm12x.instances import instance
@@ -73,7 +73,7 @@ def gen_cutlass_fused_moe_sm120_upstream_module(use_fast_build: bool = False) ->
     hour is not begun again because of file times, and is not killed for memory.
 
     Args:
-        use_fast_build: As upstream has it.
+        use_fast_build: Upstream's option.
 
     Raises:
         RuntimeError: there is no architecture 12.x to compile for.

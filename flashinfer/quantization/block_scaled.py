@@ -146,8 +146,9 @@ def quantize_weight(
     weight_format : str
         One of :data:`WEIGHT_FORMATS`.
     scale_rule : str, optional
-        ``"amax"``: the least scale with which no value of the block saturates (NVFP4: its sixth to nearest). ``"mse"``: that or
-        one finer, whichever leaves the smaller squared error (``mx_cpu``). By default :func:`best_rule`.
+        ``"amax"``: the smallest scale with which no value of the block saturates (NVFP4: ``amax / 6`` rounded to
+        nearest). ``"mse"``: that scale or the next finer one, whichever leaves the smaller squared error (``mx_cpu``).
+        By default :func:`best_rule`.
 
     Raises
     ------
@@ -166,7 +167,7 @@ def quantize_rows(
     Raises
     ------
     TypeError, ValueError
-        As :func:`quantize_weight`.
+        The errors of :func:`quantize_weight`.
     """
     require_rank("weight", weight, 2, "a float matrix [n, k]")
     mx_cpu.check_float_input("weight", weight)
@@ -182,7 +183,7 @@ def quantize_rows(
 
 
 def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
-    """``[n, k]`` float32, exact but where a global scale is no power of two.
+    """The weight as float32 ``[n, k]``, exact unless the global scale is not a power of two.
 
     Raises
     ------
@@ -202,7 +203,7 @@ def dequantize_rows(weight: BlockScaledWeight, weight_format: WeightFormat, k: i
     Raises
     ------
     TypeError, ValueError
-        As :func:`dequantize_weight`.
+        The errors of :func:`dequantize_weight`.
     """
     require_choice("weight_format", weight_format, WEIGHT_FORMATS)
     layout = LAYOUTS[weight_format]

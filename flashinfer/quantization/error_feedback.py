@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights quantized with error feedback: what a column's rounding does to a layer's outputs is made up for by the columns
-that are still to be rounded (GPTQ, arXiv:2210.17323).
+"""Weights quantized with error feedback: columns that are not yet rounded compensate for the output error of each
+rounded column (GPTQ, arXiv:2210.17323).
 
-For a layer that multiplies tokens x the squared error of its outputs is ``tr (W - Q) G (W - Q)^T``, G the sum of
-``x^T x`` over tokens. Columns are rounded one after the other. With U the upper Cholesky factor of ``G^-1``, the rest of
-a row that best makes up for the error e of column j moves by ``-e / U[j, j] * U[j, j + 1:]``, and then the outputs' squared
-error is the sum of ``(e / U[j, j])^2`` over the columns.
+For a layer that multiplies tokens x, the squared error of its outputs is ``tr (W - Q) G (W - Q)^T``, where G is the sum
+of ``x^T x`` over tokens. Columns are rounded one after the other. Let U be the upper Cholesky factor of ``G^-1``. An
+error e of column j is best compensated by moving the rest of the row by ``-e / U[j, j] * U[j, j + 1:]``; the outputs'
+squared error is then the sum of ``(e / U[j, j])^2`` over the columns.
 
-Scale blocks come in the order of their inputs' energy, the largest first: their errors cost most, and all others make up
-for them. A block's scale is chosen when its turn comes, from what its columns have become: the one of the rule ``"amax"``
-or the finer one beside it, by the sum above over the block.
+Scale blocks are rounded in descending order of their inputs' energy: errors of the first cost most, and all later
+blocks compensate for them. A block's scale is chosen when its turn comes, from its columns as moved so far: the scale
+of the rule ``"amax"`` or the next finer one, whichever has the smaller sum above over the block.
 
-Everything but the rounding is float64: factors and moved columns on two devices then differ by some 1e-12 of themselves,
-so that other codes come out only of values that lie so near to the middle of two.
+Everything but the rounding is float64. Factors and moved columns then differ between two devices by a relative 1e-12 or
+so, and codes differ only for values that lie that close to the midpoint of two codes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from . import mx_cpu
 from .block_scaled import LAYOUTS, WEIGHT_FORMATS, BlockScaledWeight, Layout, WeightFormat
 
 DAMPING = 0.003
-"""The share of the mean of G's diagonal that is added to the diagonal: directions that the tokens did not show get this
-weight."""
+"""The share of the mean of G's diagonal that is added to the diagonal, so that directions in which the tokens have no
+component still count."""
 
 CHUNK_ROWS = 16384
-"""Rows that are quantized at once: rows do not depend on each other. 380 MB in float64 for a hidden size of 2880."""
+"""Rows that are quantized at once; they do not depend on each other. For a hidden size of 2880 they take 380 MB in
+float64."""
 
 
 def feedback_factor(gram: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """U of the module's text, float64 ``[k, k]``, up to a factor.
+    """The factor U of the module's docstring, float64 ``[k, k]``, up to a constant.
 
     Raises
     ------
@@ -43,7 +44,7 @@ def feedback_factor(gram: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
     if not bool(gram.isfinite().all()):
         raise ValueError("the layer's inputs hold infinities or NaN")
     mean = gram.diagonal().mean()
-    if not mean > 0:  # no input ever differs from 0: nothing can be made up for
+    if not mean > 0:  # all inputs are 0, so outputs have no error to compensate
         return torch.eye(len(gram), dtype=torch.float64, device=gram.device)
     damped = gram / mean
     damped.diagonal().add_(damping)
@@ -71,7 +72,7 @@ def quantize_with_feedback(
     weight_format : str
         One of ``WEIGHT_FORMATS``.
     damping : float
-        As :data:`DAMPING`.
+        The share that :data:`DAMPING` describes.
 
     Raises
     ------

@@ -50,8 +50,8 @@ def mxfp4_quantize(
     rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 6, also
     infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
 
-    With ``scale_rule="mse"``, which is for weights, it is that scale or its half, whichever leaves the smaller squared
-    error in the block; torch's operations compute it, wherever the tensor is.
+    With ``scale_rule="mse"``, which is meant for weights, the scale is that one or half of it, whichever leaves the
+    smaller squared error in the block; torch's operations compute it on any device.
 
     Parameters
     ----------
@@ -145,8 +145,9 @@ def mxfp4_dequantize(
 def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Linear block scales to the 128x4 layout, flat.
 
-    On the CPU and where this fork's kernels serve (SM12x) torch's own operations rearrange them: it happens once, when
-    weights are loaded, and upstream's module for it needs ``cublasLt.h`` to build. Other devices are upstream's.
+    On the CPU and on devices that this fork serves (SM12x) torch's own operations rearrange them, because this happens
+    only when weights are loaded and upstream's module for it needs ``cublasLt.h`` to build. Other devices use
+    upstream's module.
 
     Parameters
     ----------

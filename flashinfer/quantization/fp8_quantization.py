@@ -48,9 +48,8 @@ def mxfp8_quantize(
     rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 448, also
     infinity; NaN stays NaN and takes no part in ``amax``.
 
-    With ``scale_rule="mse"`` it is that scale or its half, whichever leaves the smaller squared
-    error in the block; torch's operations compute it, wherever the tensor is. For e4m3, unlike for e2m1, it gains next
-    to nothing.
+    With ``scale_rule="mse"`` the scale is that one or half of it, whichever leaves the smaller squared error in the
+    block; torch's operations compute it on any device. For e4m3, unlike for e2m1, it gains next to nothing.
 
     Parameters
     ----------

@@ -104,7 +104,7 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _to_int8(scaled: torch.Tensor) -> torch.Tensor:
-    """In 64ths; NaN is 0."""
+    """Codes of MXINT8: 64ths of the value, NaN as 0."""
     return (64.0 * scaled).round().clamp(-128.0, 127.0).nan_to_num(nan=0.0).to(torch.int8)
 
 
@@ -206,8 +206,9 @@ def dequantize_mxint8_linear(values: torch.Tensor, scales: torch.Tensor) -> torc
 
 # --- MXFP6: the layout of a row (sm12x/types.h) -----------------------------------------------------------------------
 
-_WORD = 128
-"""Elements whose nibbles lie together, and behind them their pairs of bits; the last of a row may be fewer."""
+K_BLOCK = 128
+"""Elements whose nibbles lie together, with their pairs of bits behind them; a row's last K block may be shorter."""
+_BLOCKS = K_BLOCK // BLOCK_SIZE
 
 
 def mxfp6_columns(k: int) -> int:
@@ -222,11 +223,11 @@ def _bit_places(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return inside + rotation, (inside + 7 + rotation) % 32
 
 
-def _in_words(codes: torch.Tensor, blocks: int) -> list[torch.Tensor]:
-    """``[..., blocks, size]`` as words of four blocks, and what is left: ``[..., words, blocks of a word, size]``."""
-    whole = blocks - blocks % 4
-    parts = [codes[..., :whole, :].unflatten(-2, (-1, 4))] if whole else []
-    return parts + ([codes[..., whole:, :].unsqueeze(-3)] if blocks % 4 else [])
+def _in_k_blocks(codes: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    """``[..., blocks, size]`` as K blocks, and the shorter last one: ``[..., K blocks, blocks of one, size]``."""
+    whole = blocks - blocks % _BLOCKS
+    parts = [codes[..., :whole, :].unflatten(-2, (-1, _BLOCKS))] if whole else []
+    return parts + ([codes[..., whole:, :].unsqueeze(-3)] if blocks % _BLOCKS else [])
 
 
 def pack_e2m3(codes: torch.Tensor) -> torch.Tensor:
@@ -239,7 +240,7 @@ def pack_e2m3(codes: torch.Tensor) -> torch.Tensor:
     words = ((halves >> 4 & 1) << upper | (halves >> 5 & 1) << sign).sum(-1)
     pairs = words.to(torch.int32).view(torch.uint8) if words.numel() else words.new_zeros((*words.shape[:-1], 8)).byte()
     count = blocks.shape[-2]
-    planes = zip(_in_words(nibbles, count), _in_words(pairs, count), strict=True)
+    planes = zip(_in_k_blocks(nibbles, count), _in_k_blocks(pairs, count), strict=True)
     rows = torch.cat([torch.cat([part.flatten(-2) for part in each], -1).flatten(-2) for each in planes], -1)
     return torch.nn.functional.pad(rows, (0, mxfp6_columns(codes.shape[-1]) - rows.shape[-1]))
 
@@ -249,14 +250,14 @@ def unpack_e2m3(rows: torch.Tensor, k: int) -> torch.Tensor:
     upper, sign = _bit_places(rows.device)
     found, at = [], 0
     blocks = k // BLOCK_SIZE
-    for words, of_word in ((blocks // 4, 4), (1, blocks % 4)):
-        if not words or not of_word:
+    for k_blocks, of_one in ((blocks // _BLOCKS, _BLOCKS), (1, blocks % _BLOCKS)):
+        if not k_blocks or not of_one:
             continue
-        part = rows[..., at : at + words * of_word * 24].unflatten(-1, (words, of_word * 24))
-        at += words * of_word * 24
-        nibbles = part[..., : of_word * 16].unflatten(-1, (of_word, 16))
+        part = rows[..., at : at + k_blocks * of_one * 24].unflatten(-1, (k_blocks, of_one * 24))
+        at += k_blocks * of_one * 24
+        nibbles = part[..., : of_one * 16].unflatten(-1, (of_one, 16))
         lower = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
-        pairs = part[..., of_word * 16 :].contiguous().view(torch.int32).unflatten(-1, (of_word, 2)).long() & 0xFFFFFFFF
+        pairs = part[..., of_one * 16 :].contiguous().view(torch.int32).unflatten(-1, (of_one, 2)).long() & 0xFFFFFFFF
         bits = pairs.unsqueeze(-1)
         above = (bits >> upper & 1) << 4 | (bits >> sign & 1) << 5
         found.append((lower | above.flatten(-2)).flatten(-3))
@@ -362,7 +363,7 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
 
 
 class Elements(NamedTuple):
-    """How the elements in a format's blocks are rounded and packed."""
+    """Rounding and packing of the elements of a format's blocks."""
 
     round: Callable[[torch.Tensor], torch.Tensor]
     """Values over their scales, float32 without NaN, to the nearest elements."""
@@ -386,7 +387,7 @@ INT8 = Elements(lambda scaled: _to_int8(scaled).float() / 64.0, lambda blocks: _
 
 def _four_element_table(device: torch.device) -> torch.Tensor:
     """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
-    # On the CPU whatever torch's default device is: a later call's is another.
+    # On the CPU explicitly: torch's default device may be another one, and may differ between calls.
     nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device="cpu")
     pair = torch.arange(65536, device="cpu")
     values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)

@@ -34,7 +34,7 @@ from .device_class import DeviceClass
 from .instances import Instance
 
 VIRTUAL = "flashinfer.testing.virtual_device"
-"""The module that has the virtual device, imported only where one is asked for."""
+"""The virtual device's module, imported only if one is asked for."""
 
 
 class Backend(Protocol):
@@ -43,15 +43,15 @@ class Backend(Protocol):
     Attributes
     ----------
     device_class : DeviceClass
-        What it is; the planners ask this.
+        The device's class, by which the planners choose.
     sm_count : int
-        Its multiprocessors; the planner of dense layers asks this.
+        The device's multiprocessors, by which the planner of dense layers chooses.
     tactics : tuple
         Rows of the instance table that a layer may be forced to, or tuned with.
     is_cuda : bool
-        A CUDA device: graphs are captured there, tactics timed, and cuBLAS multiplies.
+        Whether it is a CUDA device, with graphs, timed tactics and cuBLAS.
     memo : dict
-        Facts that operators remember of it, such as sizes of workspaces.
+        Facts about the device that operators remember, such as sizes of workspaces.
     """
 
     device_class: DeviceClass
@@ -96,18 +96,18 @@ class Cuda:
         return _loaded(generate, *arguments)
 
     def empty(self, size: int) -> torch.Tensor:
-        """From torch's allocator."""
+        """``size`` bytes from torch's allocator."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def call(self, function: Callable[..., Any], *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
-        """On this device, whichever is the current one."""
+        """``function(*arguments)`` with this device as the current one."""
         if torch.cuda.current_device() == self.device.index:
             return function(*arguments)
         with torch.cuda.device(self.device):
             return function(*arguments)
 
     def pdl(self, wanted: bool | None) -> bool:
-        """By default where the device can."""
+        """``wanted``; None: whether the device supports programmatic dependent launch."""
         return self._supports_pdl if wanted is None else wanted
 
 
@@ -133,7 +133,7 @@ def kernels(device: torch.device) -> Backend | None:
 
 
 def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) -> int:
-    """Bytes that a function of a loaded module says, at least one; remembered by its name."""
+    """The size in bytes that a function of a loaded module returns, at least 1; remembered by the function's name."""
     size: int | None = backend.memo.get((function, sizes))
     if size is None:
         ask = getattr(module, function)
@@ -143,7 +143,6 @@ def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) ->
 
 @contextlib.contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
-    """In here torch records nothing for autograd and casts nothing by autocast, and ``device`` is the default
-    device."""
+    """A context without autograd and autocast in which ``device`` is torch's default device."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False), device:
         yield

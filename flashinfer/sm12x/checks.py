@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import reprlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,12 +45,12 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_scales(rows: int, blocks: int) -> tuple[int, int]:
-    """Rows and K-blocks of the 128x4 layout that holds the scales of ``rows`` rows and ``blocks`` K-blocks."""
+    """Rows and scales a row of the 128x4 layout that holds the scales of ``rows`` rows and ``blocks`` scale blocks."""
     return round_up(rows, 128), round_up(blocks, 4)
 
 
 def has_no_shape(tensor: torch.Tensor) -> bool:
-    """Whether asking for its shape raises torch's own words: nested, or a parameter that is not initialized."""
+    """Whether torch raises an error of its own if asked for the shape: nested tensors, uninitialized parameters."""
     return tensor.is_nested or isinstance(tensor, UninitializedTensorMixin)
 
 
@@ -78,7 +79,7 @@ def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str
     Raises
     ------
     TypeError
-        Not an integer; what Python takes as an index is one, so that ``True`` is 1.
+        Not an integer. Anything that Python takes as an index is one, so ``True`` is 1.
     ValueError
         Out of bounds.
     """
@@ -219,9 +220,9 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
 
 
 def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINTER_ALIGNMENT) -> bool:
-    """Whether a tensor is contiguous, on ``device``, aligned and in memory, told in the fewest steps.
+    """Whether a quick check shows that a tensor is contiguous, on ``device``, aligned and in memory.
 
-    Where it is not told, :func:`require_tensor` knows what is wrong, or that nothing is.
+    False may also mean that the quick check cannot tell; :func:`require_tensor` then decides.
     """
     try:
         start, storage = tensor.data_ptr(), tensor.untyped_storage()
@@ -238,9 +239,9 @@ def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINT
 
 
 def is_held(tensor: torch.Tensor, size: int, alignment: int = POINTER_ALIGNMENT) -> bool:
-    """Whether memory holds the ``size`` bytes from a tensor's first on, aligned, told in the fewest steps.
+    """Whether a quick check shows that the tensor's storage holds ``size`` bytes from its first element on, aligned.
 
-    Where it is not told, :func:`require_memory` knows what is wrong, or that nothing is.
+    False may also mean that the quick check cannot tell; :func:`require_memory` then decides.
     """
     try:
         start, storage = tensor.data_ptr(), tensor.untyped_storage()
@@ -286,22 +287,33 @@ def require_tensor(
 
 
 class Unchanged:
-    """Tensors that passed their checks; :meth:`holds` tells in few steps that they would pass them again.
+    """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps tensors, not addresses: what ``tensor.data = other`` or a storage that was resized puts behind one, which moves
-    it, is seen at the next question.
+    It keeps weak references to the objects and their addresses: ``tensor.data = other`` or a resized storage moves a
+    tensor, and the next :meth:`holds` sees its new address.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
         self._known = [
-            (each, each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors if each is not None
+            None if each is None else (weakref.ref(each), each.data_ptr(), each.shape, each.stride(), each.dtype)
+            for each in tensors
         ]
 
-    def holds(self) -> bool:
-        """Whether each is where it was, of the same shape, strides and dtype, and without the negative bit."""
-        for tensor, start, shape, strides, dtype in self._known:
+    def holds(self, *tensors: torch.Tensor | None) -> bool:
+        """Whether these are the same tensors, each with its former address, shape, strides and dtype, and no negative
+        bit."""
+        if len(tensors) != len(self._known):
+            return False
+        for tensor, known in zip(tensors, self._known, strict=True):
+            if known is None:
+                if tensor is not None:
+                    return False
+                continue
+            reference, start, shape, strides, dtype = known
             if (
-                tensor.data_ptr() != start
+                tensor is None
+                or reference() is not tensor
+                or tensor.data_ptr() != start
                 or tensor.shape != shape
                 or tensor.stride() != strides
                 or tensor.dtype is not dtype
@@ -323,7 +335,7 @@ def require_read_ahead(value: Any, device: torch.device) -> None:
 
 
 def swizzled_size(rows: int, blocks: int) -> int:
-    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
+    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` scale blocks."""
     padded_rows, padded_blocks = padded_scales(rows, blocks)
     return padded_rows * padded_blocks
 
@@ -363,23 +375,33 @@ def require_scales(
 
 
 Span = tuple[int, int]
-"""Of memory: the first address, and that behind the last byte."""
+"""A range of memory: its first address, and one past its last."""
 
 
 def span(tensor: torch.Tensor) -> Span:
-    """Where a tensor lies."""
+    """The range of memory from a tensor's first byte to its last."""
     start = tensor.data_ptr()
     return start, start + _bytes(tensor)
 
 
 def spans_meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether one of ``some`` has a byte of one of ``others``. If none has, no argument overlaps; if one has, its elements may
-    still lie apart (:func:`require_apart`)."""
+    """Whether one of ``some`` shares a byte with one of ``others``. If not, no arguments overlap; if so, their elements
+    may still lie apart, which :func:`require_apart` finds out."""
     return any(first < end and start < last for first, last in some for start, end in others)
 
 
+def are_apart(spans: Sequence[Span], written: int) -> bool:
+    """Whether none of the first ``written`` of ``spans`` has a byte of another one."""
+    for place in range(written):
+        first, last = spans[place]
+        for start, end in spans[place + 1 :]:
+            if first < end and start < last:
+                return False
+    return True
+
+
 def _bytes(tensor: torch.Tensor) -> int:
-    """From the first byte to the one behind the last."""
+    """Bytes from a tensor's first byte to its last, gaps included."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -393,7 +415,11 @@ def _tensor_fields(kind: type) -> list[tuple[int, str]]:
     return [(place, field) for place, (field, annotation) in annotated if "Tensor" in str(annotation)]
 
 
-def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:
+def require_apart(
+    call: Any,
+    written: Mapping[str, Sequence[str]],
+    names: Mapping[str, str] | None = None,
+) -> None:
     """Raise ``ValueError`` where an argument that is written shares memory with another one.
 
     Parameters
@@ -430,7 +456,8 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
 
 
 def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether two elements of ``width`` bytes, of tensors ``distance`` bytes apart with these extents and strides, overlap."""
+    """Whether an element of one tensor overlaps one of another that lies ``distance`` bytes further and has the same
+    extents and strides (``dims``, in bytes); elements have ``width`` bytes."""
     if not dims:
         return abs(distance) < width
     (extent, stride), rest = dims[0], dims[1:]
@@ -443,7 +470,8 @@ def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:
 def strides_overlap(tensor: torch.Tensor) -> bool:
     """Whether two elements of a strided tensor may share memory, as those of an expanded one do.
 
-    Exact where each dimension's stride is at least the span of those with smaller ones; elsewhere the answer is yes.
+    Exact if each dimension's stride is at least the span of the dimensions with smaller strides; otherwise the answer
+    is yes.
     """
     span = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -455,7 +483,7 @@ def strides_overlap(tensor: torch.Tensor) -> bool:
 
 
 def elements_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and one set of strides, whose elements lie apart, share memory."""
+    """Whether two tensors of the same shape and strides share memory; within each tensor elements do not overlap."""
     width = first.element_size()
     dims = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
     in_bytes = [(extent, stride * width) for stride, extent in dims if extent > 1]  # other strides mean nothing

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of GPUs that the kernels serve: all that the family's Python asks of a device, one row a class.
+"""The classes of GPUs that the kernels serve, one row each: every fact by which the family's Python tells devices
+apart.
 
-A backend carries its class; nothing else tells GPUs apart. The kernels' own limits of an architecture are
-``include/flashinfer/sm12x/types.h``'s.
+A backend carries its class. The kernels' own limits of an architecture stand in ``include/flashinfer/sm12x/types.h``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _END = float("inf")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceClass:
-    """What one class of GPUs is, and how it chooses by the expected rows of an expert: the first entry whose limit is not
-    exceeded.
+    """One class of GPUs and its thresholds. A field of limits chooses by an expert's expected rows: the first entry
+    whose limit they do not exceed.
 
     Attributes
     ----------
     key, gpu, sm_count : str, str, int
-        What ``sm12x-plan --device`` calls it, and a GPU of the class with its multiprocessors.
+        The name for ``sm12x-plan --device``; a GPU of the class; that GPU's multiprocessors.
     capability : tuple
-        Compute capability, major and minor; a minor of None stands for all that no other row has.
+        Compute capability, major and minor; None as minor stands for all minors that no other row has.
     mma_kinds : tuple
-        Kinds of MMA that take block scales. Where a probe found the sums of one too narrow, modules are built without it.
+        Kinds of MMA that take block scales. If a probe found the sums of one too narrow, modules are built without it.
     table : tuple
         Rows of the instance table among which planner and autotuner choose.
     tactics : tuple
@@ -46,15 +46,16 @@ class DeviceClass:
     exact : float
         The limit up to which W4A16 takes at most ``sm12x_planner.AS_FAST`` times as long as W4A8 from bfloat16.
     cublas_tokens : int
-        From so many bfloat16 tokens on cuBLAS multiplies a dense layer's dequantized weights.
+        The least number of bfloat16 tokens for which cuBLAS multiplies a dense layer's dequantized weights.
     cublas_tokens_in_pieces : Mapping
-        The same by the weights' format, where the weight is dequantized in pieces; empty: as whole ones.
+        The same, by the weights' format, for weights that are dequantized in pieces; a format without an entry:
+        ``cublas_tokens``.
     dense_tiles_per_sm : int
-        Tiles of a dense layer's output for each SM up to which they are small (``sm12x_dense_launch.choose_instance``).
+        Tiles of a dense layer's output per SM up to which its tiles are small (``sm12x_dense_launch.choose_instance``).
     unified_memory : bool
-        Its DRAM is the CPU's.
+        Whether CPU and GPU share DRAM.
     opt_in : bool
-        Served with ``FLASHINFER_SM12X_MOE=1`` alone.
+        Whether the class is served only with ``FLASHINFER_SM12X_MOE=1``.
     """
 
     key: str
@@ -76,14 +77,15 @@ class DeviceClass:
     opt_in: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """What ``sm12x-plan --json`` tells of it."""
+        """The device's entry in the output of ``sm12x-plan --json``."""
         mma = {"block_scaled_mma": bool(self.mma_kinds), "unified_memory": self.unified_memory}
         return {"name": self.gpu, "sm_count": self.sm_count, **mma}
 
     def candidates(self, num_rows: int, hidden: int, inter: int, weights: str = "mxfp4") -> tuple[Instance, ...]:
         """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
 
-        Those of the table that take it, but of streams of one token tile only the one whose warps take least of K.
+        These are the table's rows that take the layer; among streams of one token tile only the one with the smallest K
+        tile.
         """
         rows = [row for row in self.table if row.weights == weights and row.takes(num_rows, hidden, inter)]
         streams = sorted((row for row in rows if row.streamed), key=lambda row: -row.k_tile)
@@ -92,12 +94,14 @@ class DeviceClass:
 
 
 # An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
-# streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
-# changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
+# streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits lie where the cheapest
+# tile changes if an expert's rows are Poisson distributed: a mean of 64 rows takes 1.5 tiles of 64, and two of 40 cost
+# less.
 _HOPPER_PAIRS = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
-# A card reads 1.6 to 2.3 times a GB10's bytes for each clock of an SM, so that MMAs of padded rows bind it: at 64 to 256
-# rows a half-empty tile of 128 costs up to 20 % more than tiles of 64 by the counts of the virtual GPU (docs/hindcast.md).
+# A card reads 1.6 to 2.3 times as many bytes per SM and clock as a GB10, so MMAs of padded rows become its bottleneck:
+# at 64 to 256 rows a half-empty tile of 128 costs up to 20 % more than tiles of 64, by the virtual GPU's counts
+# (docs/hindcast.md).
 _CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
 
 GB10 = DeviceClass(
@@ -108,10 +112,11 @@ GB10 = DeviceClass(
     mma_kinds=("mxf8f6f4", "mxf4"),
     table=SM12X,
     tactics=SM12X,
-    # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
+    # Too narrow a tile reads weights twice, and a GB10 is bound by memory: its limit of the streamed layer is lower.
     streamed=((4.5, 8),),
     pairs=_SM12X_PAIRS,
-    # In W4A16 tiles of 16 and 24 have two blocks on an SM, whose weights and tokens share its L2: up to 5 % more bytes.
+    # Left out: W4A16's tiles of 16 and 24, which have two blocks on an SM. Their weights and tokens compete for L2, and
+    # they read up to 5 % more bytes.
     exact_pairs=((6.0, 8), (28.0, 32), (36.0, 40), (_END, 64)),
     gemms=_SM12X_PAIRS,
     exact=24.0,  # tokens in bf16 are twice the bytes of MXFP8 ones, 3 % of a layer's at 24 rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU a call is on, and whether this fork or upstream computes there.
+"""The GPU of a call, and whether this fork or upstream computes there.
 
 Environment
 -----------
@@ -25,7 +25,7 @@ from .device_class import DeviceClass, class_of
 
 
 def checks_values(device: torch.device) -> bool:
-    """Whether numbers that tensors hold are checked: on the CPU, and where ``FLASHINFER_SM12X_CHECK`` asks for it."""
+    """Whether tensors' contents are checked: on the CPU always, elsewhere with ``FLASHINFER_SM12X_CHECK=1``."""
     if device.type == "cpu":
         return True
     return variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
@@ -52,12 +52,12 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def serves_cuda(index: int) -> bool:
-    """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
+    """Whether this fork's kernels run the MXFP4 modes on CUDA device ``index``."""
     return _serves(_capability(index), variables.read("FLASHINFER_SM12X_MOE"))
 
 
 def serves(device: torch.device) -> bool:
-    """Whether this fork computes the MXFP4 modes on ``device``; upstream does otherwise."""
+    """Whether this fork computes the MXFP4 modes on ``device``; if not, upstream does."""
     kind = device.type
     return serves_cuda(device.index) if kind == "cuda" else kind == "cpu"
 

@@ -14,20 +14,20 @@ from pathlib import Path
 GIB = 1 << 30
 
 SHARE = 0.7
-"""``--gpu-memory-utilization`` on unified memory: of a Spark's 119.7 GiB 84, of which gpt-oss-120b's weights take 61.
+"""``--gpu-memory-utilization`` on unified memory: 84 of a Spark's 119.7 GiB; gpt-oss-120b's weights take 61 of these.
 
-Reports have hosts that froze at 0.70 (vllm-project/vllm 46307, 56824) and at more. In these the start itself, which no
-share bounds, took 20 to 30 GiB beyond it: weights that come in, a profile run. So 36 GiB stay free for that and for the
-host, and :data:`HEADROOM` is watched while weights come in. What remains for gpt-oss-120b's KV cache is half a million
-tokens in bf16. Nothing here was measured on a GB10.
+Users reported hosts that froze at 0.70 (vllm-project/vllm 46307, 56824) and at more. There vLLM's start, whose memory
+no share bounds (loading weights, a profile run), took 20 to 30 GiB beyond the share. So 36 GiB stay free for the start
+and the host, and :data:`HEADROOM` is watched while weights are loaded. The rest holds half a million tokens of
+gpt-oss-120b's KV cache in bf16. Nothing here was measured on a GB10.
 """
 
 HEADROOM = 8 * GIB
-"""Memory that a host keeps free: below it the plugin ends a load of weights, and the doctor warns of a start. The
-reports' last samples before a host stopped answering are 6.3 and 7 GiB."""
+"""Bytes of memory that a host must keep free: below this the plugin aborts a load of weights, and the doctor warns of a
+start. In the reports the last samples before a host stopped answering are 6.3 and 7 GiB."""
 
 VLLM_SHARE = 0.92
-"""The share of memory that vLLM 0.33.0 takes unless it is told otherwise."""
+"""The share of memory that vLLM 0.33.0 takes by default."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class HostMemory:
 
 
 def read(meminfo: Path = Path("/proc/meminfo")) -> HostMemory | None:
-    """Read the memory of this host; None where the kernel does not tell.
+    """Read the memory of this host; None if the kernel does not tell.
 
-    Limits of control groups do not count: a GPU's memory is not charged to them. Where a container is shown its own
-    limits in place of the host's memory (LXC), these are what is read, and :func:`is_shared` says no.
+    Limits of control groups do not count: a GPU's memory is not charged to them. A container that sees its own limits
+    in place of the host's memory (LXC) gets these, and :func:`is_shared` then says no.
     """
     try:
         text = meminfo.read_text()
@@ -60,8 +60,8 @@ def read(meminfo: Path = Path("/proc/meminfo")) -> HostMemory | None:
 
 
 def is_shared(host: HostMemory, gpu_total: int) -> bool:
-    """Whether a GPU's memory of ``gpu_total`` bytes, as CUDA tells it, is the memory that ``host`` is of.
+    """Whether GPU and host share memory: ``gpu_total``, CUDA's size of the GPU's memory, is about the host's total.
 
-    It is not where a guest (WSL2, a VM, LXC) has a part of the host's. On a GB10 both are MemTotal.
+    It is not in a guest (WSL2, a VM, LXC) that has a part of the host's memory. On a GB10 both are MemTotal.
     """
     return abs(host.total - gpu_total) <= gpu_total // 16

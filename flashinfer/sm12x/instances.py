@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of kernel instances of the SM12x family: of the MoE layer, SM12x's and Hopper's, and of the dense layer.
+"""The SM12x family's tables of kernel instances: for MoE layers on SM12x and on Hopper, and for dense layers.
 
-The generator renders one CUDA source per row, planner and autotuner choose among the rows of a device's table,
-and the docs print them.  A row fixes everything that is fixed at compile time.  Its name is what the autotuner's cache
-files hold; interfaces that take an int (``profile_ids``) take its number.  Both stay; its place in its table, by which
-the compiled modules know it, may differ between versions.
+The generator renders one CUDA source per row, planner and autotuner choose among the rows of a device's table, and the
+docs print them.  A row fixes every compile-time choice.  The autotuner's cache files hold its name; interfaces that
+take an int (``profile_ids``) take its number.  Neither ever changes.  The compiled modules know a row by its index in
+its table, which may differ between versions.
 
 The layout of shared memory is C++'s (``tile/storage.cuh``, ``stream/params.h``).  A row's
 ``stages`` and ``shared_bytes`` repeat its result; the rendered sources assert at compile time that they agree.
@@ -17,29 +17,28 @@ import functools
 from typing import Literal, NamedTuple
 
 ROW_TILE = 128
-MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
-IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themselves
+MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
+IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
 
-STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
+STREAM_PAIRS = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
-"""Formats of tokens: activations may be rounded to them, and MMAs multiply them."""
+"""Formats of tokens: those that activations may be rounded to and MMAs multiply."""
 
 
 class ElementFormat(NamedTuple):
-    """How a matrix's elements lie in memory and how an MMA takes them. Weights have the formats of the rows other than
-    bf16."""
+    """One element format: its layout in memory, and the MMA that takes it. Weights have any of them but bf16."""
 
     element: str
     """The name in ``sm12x/types.h``."""
     bits: int
-    scale_block: int | None
-    """Elements that share a scale; None: no scales."""
+    elements_per_scale: int | None
+    """16 or 32; None: no scales."""
     mma: str | None = None
     """The kind of SM12x's MMA that takes tokens of the format with their scales."""
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of a row of ``k`` elements: a multiple of 16, as copies want it."""
+        """Bytes of a row of ``k`` elements, padded to a multiple of 16, which copies need."""
         return -(-k * self.bits // 8 // 16) * 16
 
 
@@ -60,7 +59,8 @@ MOE_WEIGHTS = ("mxfp4", "nvfp4")
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """One compiled member of the family: a pair of GEMM kernels of tiles, one GEMM of a dense layer, or a stream of weights.
+    """One compiled member of the family: a tiled pair of GEMM kernels, a dense layer's tiled GEMM, or a stream of
+    weights.
 
     Attributes
     ----------
@@ -73,17 +73,18 @@ class Instance:
     token_tile : int
         Tokens of one tile: the N side of the MMA.
     k_tile : int
-        K elements of one pipeline stage; of a stream of weights, those that one MMA warp takes.
+        K elements of one pipeline stage; in a stream of weights, those that one MMA warp takes.
     stages : int
-        Depth of the ring of stages in shared memory; of a streamed MoE layer, whose ring takes what the device grants, that
-        of a gpt-oss layer on a GB10; of a dense stream 0.
+        Depth of the ring of stages in shared memory. A streamed MoE layer's ring takes all that the device grants; the
+        number is then a gpt-oss layer's on a GB10. A dense stream has 0 here.
     blocks_per_sm : int
         Blocks that must fit one SM of a GB10 together; ``__launch_bounds__``' second argument is this or more.
     shared_bytes : int
-        Dynamic shared memory of a MoE layer's block on SM12x, of FC1 with 128 local experts; streamed, with that ring.
+        Dynamic shared memory of a MoE layer's block on SM12x: FC1's with 128 local experts; a stream's with the ring
+        above.
     mma_warps : int
-        Warps that share K in a stream of weights, which is one block per SM. A MoE layer is FC1 and FC2 in one launch
-        then. 0: GEMMs of tiles.
+        Warps that share K in a stream of weights, which has one block per SM; a streamed MoE layer computes FC1 and FC2
+        in one launch. 0: tiled GEMMs.
     weights : str
         ``"mxfp4"`` or ``"nvfp4"`` for a MoE layer; for a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
     layer : str
@@ -103,7 +104,7 @@ class Instance:
 
     @functools.cached_property
     def multiplies(self) -> str:
-        """``"mxfp8_as_bf16"`` where activations are rounded to MXFP8 and multiplied as bfloat16, else the operand."""
+        """``"mxfp8_as_bf16"`` if activations are rounded to MXFP8 and multiplied as bfloat16, else the operand."""
         return self.operand if self.operand == self.activation else f"{self.activation}_as_{self.operand}"
 
     @functools.cached_property
@@ -111,7 +112,7 @@ class Instance:
         """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``nvfp4_stream_bf16_m8``,
         ``dense_mxfp4_m8_w3``.
 
-        It stays as long as the row is this tile, however deep its ring is.
+        It does not depend on the ring's depth, so it stays as long as the row has this tile.
         """
         if self.layer == "dense":
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
@@ -124,8 +125,8 @@ class Instance:
 
     @property
     def number(self) -> int:
-        """The tactic's number: of NVFP4 weights 1; 1, 2 or 3 for what is multiplied, 4, 5 or 6 for streamed; token tile; K
-        tile.
+        """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`multiplies` (4, 5 or 6 if
+        streamed); token tile; K tile.
 
         ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the table.
         """
@@ -145,17 +146,18 @@ class Instance:
 
     @functools.cached_property
     def streamed(self) -> bool:
-        """Whether the row is a stream of weights (``include/flashinfer/sm12x/stream``), else GEMMs of tiles (``tile``)."""
+        """Whether the row is a stream of weights (``include/flashinfer/sm12x/stream``) and not tiled GEMMs
+        (``tile``)."""
         return self.mma_warps > 0
 
     @property
     def longest_k(self) -> int:
-        """K that the row takes."""
+        """The longest K that the row takes."""
         return self.mma_warps * self.k_tile if self.streamed else 2**30
 
     def takes(self, num_rows: int, hidden: int, inter: int) -> bool:
         """Whether the row computes a MoE layer of these sizes; ``num_rows`` is tokens x top_k."""
-        return not self.streamed or (num_rows <= STREAM_ENTRIES and max(hidden, inter) <= self.longest_k)
+        return not self.streamed or (num_rows <= STREAM_PAIRS and max(hidden, inter) <= self.longest_k)
 
 
 _BF16 = (
@@ -175,7 +177,7 @@ _STREAM_M8 = (
     Instance("bf16", "bf16", 8, 256, 3, 1, 95232, mma_warps=12),
 )
 
-# For a K of 3,104 to 4,608, of which a GB10 holds two stages. Stages and bytes here are, as above, those of gpt-oss.
+# For a K of 3,104 to 4,608, at which a GB10 holds two stages. Stages and bytes here are a gpt-oss layer's, as above.
 _STREAM_M8_W3 = (
     Instance("mxfp8", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
     Instance("bf16", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
@@ -193,7 +195,7 @@ PAIRS: tuple[Instance, ...] = (
     *_BF16,
 )
 
-# ``fused_moe_120`` holds these.
+# The rows of ``fused_moe_120``.
 MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
 
 NVFP4_PAIRS: tuple[Instance, ...] = (
@@ -203,25 +205,25 @@ NVFP4_PAIRS: tuple[Instance, ...] = (
     Instance("bf16", "bf16", 64, 128, 3, 1, 95816, weights="nvfp4"),
 )
 
-# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and one of a K
-# above 3,968, so that warps of 384 serve nobody.
+# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and only one if K
+# exceeds 3,968, so a row with a K tile of 384 would have no use.
 NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76928, mma_warps=12, weights="nvfp4")
 
 NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_STREAM)
-"""``fused_moe_120_nvfp4`` holds these."""
+"""The rows of ``fused_moe_120_nvfp4``."""
 
 MOE_MODULES: dict[str, tuple[Instance, ...]] = {"mxfp4": MAIN_MODULE, "nvfp4": NVFP4}
 """The rows that the module for experts of a format holds."""
 
 
 def is_alone(row: Instance) -> bool:
-    """Whether a MoE layer's row is a small module of its own, built when a layer asks for it."""
+    """Whether a MoE layer's row has a small module of its own, which is built when a layer first uses it."""
     return row not in MOE_MODULES[row.weights]
 
 
 SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3, *NVFP4)
 
-# Its MMA takes no scales.
+# Hopper's MMA takes no block scales.
 HOPPER: tuple[Instance, ...] = (
     *_MXFP8_M8,
     Instance("mxfp8", "bf16", 16, 128, 2, 2, 32824),
@@ -241,7 +243,7 @@ INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in
 """Every row; Hopper runs all of them."""
 
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.operand == "mxfp8")
-"""What the grouped GEMM is compiled for."""
+"""The rows for which the grouped GEMM is compiled."""
 
 
 def _dense(weights: str, token_tile: int, k_tile: int = 128, operand: Format = "bf16", **more: int) -> Instance:

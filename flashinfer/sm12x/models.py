@@ -19,13 +19,13 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
     if weights == "q8_0":
         return rows * k // SCALE_BLOCK * (SCALE_BLOCK + 2)
     elements = FORMATS[weights]
-    blocks = -(-k // elements.scale_block // 4) * 4 if elements.scale_block else 0
+    blocks = -(-k // elements.elements_per_scale // 4) * 4 if elements.elements_per_scale else 0
     return rows * elements.row_bytes(k) + -(-rows // 128) * 128 * blocks
 
 
 Activation = Literal["gpt-oss", "clamp", "step", "plain"]
-"""The activation of a layer's gate and up rows. In this order: with alpha, beta, limit and biases; Swiglu with a limit
-alone; SwigluStep; Swiglu alone."""
+"""A layer's activation. gpt-oss: Swiglu with alpha, beta, limit and biases; clamp: Swiglu with a limit only; step:
+SwigluStep; plain: Swiglu."""
 
 
 class MoELayer(NamedTuple):
@@ -77,7 +77,8 @@ class Model:
         }
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer's attention sees :attr:`window` tokens only: every other one, from the first."""
+        """Whether a layer's attention sees only :attr:`window` tokens, as every other layer's does from the first
+        on."""
         return layer % 2 == 0
 
     def split(self, ranks: int) -> Model:

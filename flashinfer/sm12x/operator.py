@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its place.
 
-The fields of a call's type are the operator's schema: whoever handles a call after the public function made it has them by
-name. The public function names each of them: Dynamo of torch 2.11 cannot trace ``locals()``.
+The fields of a call's type are the operator's schema, and code that handles a call reads its arguments by these names.
+The public function spells out each field, because Dynamo of torch 2.11 cannot trace ``locals()``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def define(
     Parameters
     ----------
     name : str
-        The operator's.
+        The operator's name.
     call : type
         A ``NamedTuple`` of types that torch's schemas know.
     run : callable
         Computes a ``call``; what it returns may share no memory with an argument.
     fake : callable, optional
-        The same without computing, for whoever traces; nothing is returned by default.
+        Returns the outputs' metadata for tracers, without computing; by default nothing is returned.
     mutates : sequence of str
         Fields that ``run`` writes.
 
     Returns
     -------
     callable
-        Takes a ``call``: the operator, so that modes and subclasses of tensors see it.
+        Calls the operator with a ``call``, so that modes and subclasses of tensors see it.
     """
     fields, returned = typing.get_type_hints(call), typing.get_type_hints(run)["return"]
 
@@ -67,12 +67,10 @@ def define(
 
 
 def is_traced(call: Sequence[Any]) -> bool:
-    """Whether something other than the kernels is to see this call: a compiler, a mode, a subclass of tensors."""
+    """Whether a compiler, a dispatch mode or a tensor subclass must see this call, so that it goes to the operator."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    for value in call:
-        if type(value) in _ORDINARY:
-            continue
+    for value in [each for each in call if type(each) not in _ORDINARY]:
         if isinstance(value, (list, tuple)):
             if is_traced(value):
                 return True
@@ -82,12 +80,13 @@ def is_traced(call: Sequence[Any]) -> bool:
 
 
 class OutputOperator(Generic[_Call]):
-    """An operator whose calls bring memory for the output, or get some. A call of it returns that.
+    """An operator that writes its output into the call's memory, or into new memory if the call has none, and returns
+    it.
 
     Parameters
     ----------
     name, call
-        As in :func:`define`.
+        The same as in :func:`define`.
     validate : callable
         Checks a call before any launch.
     compute : callable

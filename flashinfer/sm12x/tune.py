@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's autotuner times and remembers tactics of the SM12x family's operators.
 
-A tactic in a cache file is an instance's name, which stays what it is whatever becomes of the tables.  Of names that are
-gone upstream's tuner says so and takes the default.  Tactics are timed with a cold L2: a layer's weights do not stay in it from
-one token to the next, but those of a small batch would from one profiling run to the next.
+A cache file holds a tactic as its instance's name, which does not depend on the tables.  If a name no longer exists,
+upstream's tuner says so and takes the default.  Tactics are timed with a cold L2: a model's layer never finds its
+weights in L2, but successive profiling runs of a small batch would.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .backend import Backend
 _NOTHING = (0, 0, 0, None)
 _MOST_REMEMBERED = 4096
 _remembered: dict[Any, Any] = {}
-"""By the tuner's state and what tells calls apart; emptied when it is full."""
+"""Tactics by the tuner's state and a call's key; emptied when it is full."""
 
 
 class Runner(TunableRunner):
     """Times a call with each of its tactics.
 
-    ``inputs[0]`` are token rows, whose number is tuned over.  Subclasses say what tells calls apart (:meth:`key`), which
-    tactics there are (:meth:`names`), what is called (:meth:`make_profile`), and run one (:meth:`run`).
+    ``inputs[0]`` holds token rows; their number is the tuned dimension.  Subclasses give a key for saved tactics
+    (:meth:`key`), the tactics' names (:meth:`names`), the call to time (:meth:`make_profile`), and run it
+    (:meth:`run`).
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -41,7 +42,8 @@ class Runner(TunableRunner):
         return self._backend_cache
 
     def profile(self, inputs: list[torch.Tensor]) -> Any:
-        """The call that :meth:`make_profile` gave for as many tokens; one at a time: an LM head's outputs are large."""
+        """The call that :meth:`make_profile` made for this number of tokens. Only the last one is kept, because an LM
+        head's outputs are large."""
         tokens = inputs[0].shape[0]
         if tokens not in self._profile_cache:
             self._profile_cache = {tokens: self.make_profile(inputs)}
@@ -64,25 +66,26 @@ class Runner(TunableRunner):
         raise NotImplementedError
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """With the GPU's name: the same on every rank of such a GPU, and on no other."""
+        """:meth:`key` and the GPU's name, so that ranks with the same GPU share tactics and others do not."""
         return (*self.key(inputs), devices.gpu_name(inputs[0].device))
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[Any]:
-        """Those for the number of tokens of a profile."""
+        """The tactics for a profile's number of tokens."""
         return self.names(inputs[0].shape[0])
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a remembered tactic is one, whatever the number of tokens.
+        """Whether a remembered tactic exists, for any number of tokens.
 
-        While it tunes, upstream's tuner asks with a call's tensors for every profile, so that a tactic for few tokens would
-        be timed anew in each call with many. That a tactic takes a call's tokens is its operator's to see.
+        While it tunes, upstream's tuner asks with the call's tensors about every profile's tactic. If the call's number
+        of tokens counted here, each call with many tokens would time the tactics for few anew. The operator itself
+        checks that a tactic takes the call's tokens.
         """
         return tactic == -1 or tactic in self.names(0)
 
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **_: Any
     ) -> torch.Tensor:
-        """As upstream's tuner calls it."""
+        """Run a call in the form in which upstream's tuner asks for it; -1 is the planner's tactic."""
         return self.run(inputs, None if tactic == -1 else tactic)
 
 
@@ -144,10 +147,10 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
 
 
 def is_tuning() -> bool:
-    """Whether tactics are timed now: inside ``autotune(True)``."""
+    """Whether the tuner is timing tactics now, inside ``autotune(True)``."""
     return bool(AutoTuner.get().is_tuning_mode)
 
 
 def is_idle() -> bool:
-    """Whether the tuner has nothing and times nothing, so that no runner need be made to ask it."""
+    """Whether the tuner holds no tactics and is timing none; callers then need not make a runner to ask it."""
     return _state(AutoTuner.get()) == _NOTHING

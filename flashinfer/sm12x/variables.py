@@ -25,11 +25,11 @@ class Variable:
 
     Attributes:
         takes: Its values, in words that complete "it may be ...".
-        default: What it means that it is unset, in words.
-        help: What it is for; a sentence.
-        parse: From its text, never empty, to its value; ``ValueError`` for a bad one.
-        unset: Its value where it is unset or empty.
-        forgotten: ``(value, effect)`` of a debugging switch, worth a warning where it is left on.
+        default: The effect of leaving it unset, in words.
+        help: Its purpose; a sentence.
+        parse: Turns its text, never empty, into its value; raises ``ValueError`` for a bad one.
+        unset: Its value if it is unset or empty.
+        forgotten: ``(value, effect)`` of a debugging switch; the doctor warns if it is left on.
     """
 
     takes: str
@@ -64,12 +64,12 @@ def _level(text: str) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """As a shell would part them."""
+    """The text's words, split as a shell splits them."""
     return tuple(shlex.split(text))
 
 
 def _folder(text: str) -> str:
-    """``~`` and ``~name`` are home folders also where no shell has put these in."""
+    """The folder's path; ``~`` and ``~name`` are home folders even if no shell has expanded them."""
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError
@@ -355,7 +355,7 @@ def check_imported() -> None:
 
 
 def one_edit_apart(a: str, b: str) -> bool:
-    """Whether one letter, inserted, dropped, changed or swapped with its neighbour, makes ``b`` of ``a``."""
+    """Whether one edit turns ``a`` into ``b``: a letter inserted, dropped, changed or swapped with its neighbour."""
     start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     rest, other = a[start:], b[start:]
     swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
@@ -363,7 +363,8 @@ def one_edit_apart(a: str, b: str) -> bool:
 
 
 def _meant(name: str) -> str | None:
-    """The variable of :data:`TABLE` that a name is a misspelling of; empty: of none that can be told; None: it is none."""
+    """The variable of :data:`TABLE` that a name misspells; empty: the name has SM12X in it but is close to no variable;
+    None: the name is not this project's, or is right."""
     upper = name.upper()
     if name in TABLE or not re.fullmatch(r"\w+", name, re.ASCII):  # nobody sets another from a shell
         return None

@@ -57,10 +57,10 @@ def make_decode_case(
     lattice: bool = False,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """Random arguments. What no token may see, and what is to be appended, is NaN in the cache.
+    """Random arguments. Positions of the cache that no token may see, or that the call appends, are NaN.
 
-    ``lattice``: scores are small integers in base 2 and values small integers, so that nothing is rounded but the output
-    (without rope, whose products are no integers).
+    ``lattice``: base-2 scores and values are small integers, so that only the output is rounded. Rope is left out,
+    because its products are not integers.
     """
     generator = torch.Generator().manual_seed(seed)
     m, longest = len(lengths) * q_len, max(lengths)
@@ -243,16 +243,16 @@ def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: to
 
 
 def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulation = TENSOR_CORE) -> None:
-    """Assert that the cache is what it must be, everywhere, and ``out`` what the call's arithmetic may give.
+    """Assert that every byte of the cache is right, and that ``out`` is a result that the call's arithmetic may give.
 
-    ``accumulation`` is that of scores and of weighted values. Where float64 has no finite number, ``out`` must have the
-    same. A value that is none, of a position that another of the sequence's tokens sees, may reach a token that does not
-    see it.
+    ``accumulation``: the way the implementation sums scores and weighted values. If the float64 result is not finite,
+    ``out`` must equal it. A value that is not finite may reach a token that does not see its position, if another token
+    of the sequence does.
 
     Raises
     ------
     AssertionError
-        It is not.
+        One of them is wrong.
     """
     arguments: dict[str, Any] = {
         name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in case.arguments.items()

@@ -36,7 +36,7 @@ class Weights(NamedTuple):
 
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     operand: Callable[[torch.Tensor, torch.Tensor], Operand]
-    scale_block: int = BLOCK
+    elements_per_scale: int = BLOCK
 
 
 WEIGHTS = {
@@ -95,7 +95,7 @@ class DenseInputs:
         """The weights."""
         x, weight, scales = self.arguments
         form, k = WEIGHTS[self.named["weight_format"]], x.shape[1] * (2 if x.dtype is torch.uint8 else 1)
-        return form.operand(weight, unswizzle_scales(scales, len(weight), k // form.scale_block))
+        return form.operand(weight, unswizzle_scales(scales, len(weight), k // form.elements_per_scale))
 
 
 def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
@@ -151,7 +151,7 @@ def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[
     generator = torch.Generator().manual_seed(seed + 1)
     m, n, k = case.num_tokens, case.n, case.k
     token, column, element = (int(torch.randint(count, (), generator=generator)) for count in (m, n, k))
-    block, of_weight = element // BLOCK, WEIGHTS[case.weights].scale_block
+    block, of_weight = element // BLOCK, WEIGHTS[case.weights].elements_per_scale
     x, weight, weight_scale = inputs.arguments
     weight_scale = with_nan_padding(weight_scale, n, k // of_weight)
     x_scale = inputs.named.get("x_scale")
@@ -256,5 +256,5 @@ def normed_dense_reference(
 
 
 def _overflows(rows: torch.Tensor) -> torch.Tensor:
-    """Whether a row has a number that float32 has not."""
+    """Whether a row has a finite number that exceeds float32."""
     return (torch.isfinite(rows) & torch.isinf(rows.float())).any(-1)

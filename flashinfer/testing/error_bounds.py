@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a float32 implementation may lie from the float64 reference, element by element.
+"""Bounds on the distance of a float32 implementation from the float64 reference, element by element.
 
 Every function returns, beside a float64 value ``v``, a bound ``e`` such that a float32 implementation of the contract
 computes something within ``[v - e, v + e]``.  The bounds are worst cases, not estimates: no test tolerance is left to
@@ -46,8 +46,8 @@ Write ``A`` for ``sum |x_k w_k|``, ``S`` for the number of steps and ``e`` for t
    min(F, 23))``.
 5. Each addition in float32 costs at most ``2^-24 (R + e)``.
 
-``e`` is the sum of 3, 4 and 5.  It stands on both sides: ``T`` is raised until the exponent of ``R + e`` does not exceed
-it.  If it always does, nothing is bounded and the result is infinite.
+``e`` is the sum of 3, 4 and 5, and ``T`` depends on ``e``: ``T`` is raised until the exponent of ``R + e`` does not
+exceed it.  If it always does, there is no bound and the result is infinite.
 
 Exact sums
 ----------
@@ -112,7 +112,7 @@ _MOST_ROUNDS = 64  # of raising T
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How an implementation forms dot products.
+    """An implementation's way of adding up dot products.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class Accumulation:
     sum_bits: int | None = None
 
     def gamma(self, k: int) -> float:
-        """Error of a sum of ``k`` terms over the sum of their magnitudes, whatever they are."""
+        """The worst error of a sum of ``k`` terms, relative to the sum of their magnitudes."""
         if self.sum_bits is None:
             error = k * FLOAT32_ROUNDOFF
         else:
@@ -134,7 +134,7 @@ class Accumulation:
 
 ANY_ORDER = Accumulation()
 TENSOR_CORE = Accumulation(min(SM120_SUM_BITS.values()))
-"""An SM120's, as it was measured, whichever of its MMAs multiplies."""
+"""An SM120's, as measured: the fewest bits that any of its MMAs keeps."""
 
 
 def _power_below(values: torch.Tensor) -> torch.Tensor:
@@ -210,12 +210,12 @@ def dot_error(
     x, w : Operand
         ``[m, K]`` and ``[n, K]``.
     accumulation : Accumulation
-        How products are added.
+        The implementation's way of adding products.
     x_error : torch.Tensor, optional
-        ``[m, K]``: what is multiplied is any value of the format so near to ``x``.  The bound is on the error of that
-        product, not on its distance to ``x @ w.T``.
+        ``[m, K]``: the implementation multiplies values of the format that differ from ``x`` by at most this.  The
+        bound is on the error of their product, not on its distance to ``x @ w.T``.
     along_k : bool
-        Whether tensor cores' partial sums are those of contiguous ranges of K.
+        Whether each partial sum of the tensor cores covers a contiguous range of K.
     """
     known = x.lowest.amin(-1)  # divides all values of a row
     if x_error is not None:
@@ -324,18 +324,19 @@ def check_within_bound(actual: torch.Tensor, reference: torch.Tensor, bound: tor
     """Assert that ``actual`` is the rounding to its dtype of something within ``bound`` of ``reference``.
 
     Rounding is monotone, so the ends of the interval are rounded and compared, and no tolerance for the output dtype is
-    needed.  Where ``reference`` is NaN ``actual`` must be; where ``bound`` is infinite nothing is asked.
+    needed.  If ``reference`` is NaN, ``actual`` must be NaN; if ``bound`` is infinite, any value passes.
 
     Returns
     -------
     float
-        The largest distance from the reference over the bound plus half a unit in the last place: how much of the room
-        was used, at most about 1.
+        The largest share of the allowed distance that was used, at most about 1: the distance from the reference over
+            the
+        bound plus half a unit in the last place.
 
     Raises
     ------
     BoundViolation
-        With the number of elements outside, and the worst one.
+        Elements lie outside; the message gives their number and the worst one.
     """
     if actual.shape != reference.shape:
         raise BoundViolation(f"{what}: shape {tuple(actual.shape)}, expected {tuple(reference.shape)}")

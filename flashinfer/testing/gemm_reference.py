@@ -39,7 +39,7 @@ def group_gemm_reference(
     m_indptr : torch.Tensor
         int32 ``[groups + 1]``.
     accumulation : Accumulation
-        How the implementation under test sums.
+        The way the implementation under test sums.
 
     Returns
     -------

@@ -38,14 +38,15 @@ class MoECase:
     mode : int
         0: W4A8 with a quantized input, 1: W4A8 with a bf16/fp16 input, 2: W4A16.
     weights : str
-        Format of the experts; ``"nvfp4"`` in mode 2 alone.
+        Format of the experts; ``"nvfp4"`` only in mode 2.
     data : str
         ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers and
         scales over two octaves, for which FC1's float32 sums are exact in any order.
     routing : str
         ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter).
     swiglu_parameters, swiglu_step, swiglu_limit_alone : bool
-        Whether alpha, beta and limit are given; SwigluStep has a limit alone, and so has Swiglu on demand.
+        Whether alpha, beta and limit are given; whether the activation is SwigluStep, which has only a limit; whether
+        Swiglu has only a limit.
     """
 
     num_tokens: int
@@ -110,7 +111,7 @@ def _mxfp4_weights(
 def _nvfp4_weights(
     source: _Source, experts: int, rows: int, k: int, data: Data
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same in NVFP4, with the global scales of such experts: any numbers, or of ``"lattice"`` powers of two."""
+    """The same in NVFP4, with global scales: any numbers, or powers of two for ``"lattice"``."""
     packed = source.bytes(experts, rows, k // 2)
     blocks = experts, rows, -(-k // WEIGHTS["nvfp4"][1])
     if data == "normal":
@@ -224,7 +225,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         scales = with_nan_padding(inputs.input_sf.view(tokens + -tokens % 128, -1), tokens, blocks)
         inputs = dataclasses.replace(inputs, input_sf=scales)
         places.append(("input_sf", "input_sf", swizzled_place(scales, tokens, blocks, (token, any_of(blocks)))))
-    for what, name, rows, first, k_blocks in (
+    for what, name, rows, first, scale_blocks in (
         ("up", "fc1", inter, 0, fc1_blocks),
         ("gate", "fc1", inter, inter, fc1_blocks),
         ("FC2", "fc2", hidden, 0, fc2_blocks),
@@ -232,7 +233,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         row = any_of(rows, first)
         scales = getattr(inputs, f"{name}_scales")
         place = swizzled_place(
-            scales, 2 * inter if name == "fc1" else hidden, k_blocks, (expert, row, any_of(k_blocks))
+            scales, 2 * inter if name == "fc1" else hidden, scale_blocks, (expert, row, any_of(scale_blocks))
         )
         places += [
             (f"a scale of {what}", f"{name}_scales", place),
@@ -300,7 +301,7 @@ def _scales_of_groups(linear: torch.Tensor, ends: Sequence[int]) -> torch.Tensor
 def group_gemm_inputs_with_not_numbers(
     call: dict[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """As :func:`moe_inputs_with_not_numbers`, of what :func:`make_group_gemm_inputs` gives."""
+    """The same as :func:`moe_inputs_with_not_numbers` for a call that :func:`make_group_gemm_inputs` made."""
     source = _Source(seed, torch.device("cpu"))
     cum_m, k = call["a"].shape
     groups, n, _ = call["b"].shape

@@ -88,9 +88,9 @@ class Batch:
 
 
 def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
-    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced.
+    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; :func:`route` replaces its routing.
 
-    With gpt-oss' activation and biases, whatever the model's.
+    Activation and biases are gpt-oss's for every model.
     """
     hidden, inter, experts, top_k, _, weights = MODELS[model]
     inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2, weights=weights), seed, device)

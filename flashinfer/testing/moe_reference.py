@@ -71,7 +71,7 @@ class MoEInputs:
 
     @property
     def activation_type(self) -> ActivationType:
-        """By the number of which the kernels know the activation."""
+        """The activation, as an upstream enum whose number the kernels know."""
         return ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu
 
     def arguments(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> 
     inputs : MoEInputs
         The call.
     accumulation : Accumulation
-        How the implementation under test sums; any order of float32 additions by default.
+        The way the implementation under test sums; by default float32 additions in any order.
 
     Returns
     -------

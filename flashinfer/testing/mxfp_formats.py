@@ -161,7 +161,7 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_amax(values: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each 32-block of ``[..., K]``, NaN left out; ``[..., ceil(K / 32)]``."""
+    """Largest magnitude of each scale block of ``[..., K]``, NaN left out; ``[..., ceil(K / 32)]``."""
     k = values.shape[-1]
     padded = torch.nn.functional.pad(values.abs().nan_to_num(nan=0.0, posinf=torch.inf), (0, -k % BLOCK))
     return padded.unflatten(-1, (-1, BLOCK)).amax(-1)
@@ -212,13 +212,13 @@ def _scales_of(values: torch.Tensor, element_max: float) -> torch.Tensor:
 
 
 def _nan_scales(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``scales``, NaN where a block of ``values`` holds one: for elements that have none."""
+    """``scales`` with NaN for each block of ``values`` that holds a NaN, because the elements' format has none."""
     isnan = torch.nn.functional.pad(torch.isnan(values), (0, -values.shape[-1] % BLOCK))
     return torch.where(isnan.unflatten(-1, (-1, BLOCK)).any(-1), NAN_SCALE, scales).to(torch.uint8)
 
 
 def _nearest_codes(scaled: torch.Tensor, magnitudes: tuple[float, ...]) -> torch.Tensor:
-    """Codes of the nearest magnitudes, saturated; NaN is 0. Of two equally near ones that with an even code wins."""
+    """Codes of the nearest magnitudes, saturated; NaN is 0. Ties go to the even code."""
     table = torch.tensor(magnitudes, dtype=torch.float64, device=scaled.device)
     distance = (scaled.abs().clamp(max=magnitudes[-1]).unsqueeze(-1) - table).abs()
     codes = torch.arange(len(magnitudes), device=scaled.device)
@@ -277,21 +277,21 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
 
 
 def with_nan_padding(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """128x4 scales of which those of no row, or of no block, are NaN: nobody may use them."""
+    """128x4 scales whose padding is NaN: the scales of rows and blocks that do not exist, which no code may use."""
     lead = swizzled.shape[:-2]
     used = swizzle_scales(torch.ones((*lead, rows, blocks), dtype=torch.uint8, device=swizzled.device))
     return torch.where(used.view(swizzled.shape).bool(), swizzled, NAN_SCALE)
 
 
 def swizzled_place(scales: torch.Tensor, rows: int, blocks: int, place: tuple[int, ...]) -> tuple[int, ...]:
-    """Where 128x4 scales of shape ``scales`` have the one of (..., row, block)."""
+    """The index, within 128x4 scales of the shape of ``scales``, of the scale of (..., row, block)."""
     lead = [index + 1 for index in place[:-2]]
     mark = torch.zeros((*lead, rows, blocks), dtype=torch.uint8)
     mark[place] = 1
     return tuple(swizzle_scales(mark).view(*lead, *scales.shape[len(lead) :]).nonzero()[0].tolist())
 
 
-# Bytes that are no numbers: of UE8M0 scales NaN, of e4m3 both NaN, of e5m2 NaN and both infinities.
+# Bytes that are not finite numbers: UE8M0's NaN, e4m3's two NaNs, a NaN and both infinities of e5m2.
 _NOT_NUMBERS: dict[torch.dtype, tuple[float, ...]] = {
     torch.uint8: (NAN_SCALE,),
     torch.float8_e4m3fn: (0x7F, 0xFF),
@@ -302,9 +302,10 @@ _NOT_NUMBERS: dict[torch.dtype, tuple[float, ...]] = {
 def with_not_numbers(
     tensor: torch.Tensor, place: Any, values: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of floating-point values, or of UE8M0 bytes, with each value that is no number at ``place``, and its name.
+    """Copies of floating-point values, or of UE8M0 bytes, each with another non-finite value at ``place``, and its
+    name.
 
-    ``values``: the bytes that are none, of other formats.
+    ``values``: the bytes to put there, for other formats.
     """
     for value in values or _NOT_NUMBERS.get(tensor.dtype, (torch.nan, torch.inf, -torch.inf)):
         changed = tensor.clone()
@@ -313,7 +314,7 @@ def with_not_numbers(
 
 
 def _scaled_lowest(lowest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """:func:`lowest_bits` of scaled values by those of the elements, which tables hold. In place."""
+    """:func:`lowest_bits` of scaled values, computed in place from ``lowest``, the elements' own, which tables hold."""
     return _scale_(lowest, scales).nan_to_num_(nan=0.0, posinf=torch.inf)
 
 

@@ -80,14 +80,15 @@ def check_one_element(before: Any, after: Any, operand: str) -> None:
 
 
 def check_routed(routed: Any, arguments: dict[str, Any], accumulation: Accumulation = TENSOR_CORE) -> None:
-    """Assert that ``routed`` is what its arithmetic may give for ``arguments``; ``accumulation`` is that of the logits.
+    """Assert that ``routed`` is a result that the router's arithmetic may give for ``arguments``.
 
-    Where float64 has no finite number, float32 must have the same.
+    ``accumulation``: the way the implementation sums the logits. If a float64 result is not finite, ``routed`` must
+    have the same.
 
     Raises
     ------
     AssertionError
-        It is not; the message says which result.
+        A result is wrong; the message says which.
     """
     unit, eps = FLOAT32_ROUNDOFF, arguments.get("eps", 1e-5)
     rows = arguments["hidden_states"].double()

@@ -38,9 +38,10 @@ def _power_below(values: torch.Tensor) -> torch.Tensor:
 
 
 def add_up(x: Operand, w: Operand, bits: int, elements: int, order: Iterable[int] | None = None) -> torch.Tensor:
-    """``x @ w.T`` in steps of so many elements of K, float64 ``[m, n]``; takes memory for ``m n elements`` products.
+    """``x @ w.T`` in steps of ``elements`` elements of K, float64 ``[m, n]``; takes memory for ``m n elements``
+    products.
 
-    ``order`` is that of the steps, ascending when omitted.
+    ``order``: the order of the steps; ascending when omitted.
     """
     total = torch.zeros(len(x.values), len(w.values), dtype=torch.float64)
     x_powers, w_powers = _powers(x), _powers(w)

@@ -30,10 +30,10 @@ class Result:
     """The result for one operator and size.
 
     Attributes:
-        what: For people.
-        used: The largest error as a share of its bound; infinite where it is beyond it.
+        what: The operator and size, in words.
+        used: The largest error as a share of its bound; infinite if it exceeds the bound.
         milliseconds: Time of a call on a GPU, everything in cache.
-        wrong: What was wrong, or empty.
+        wrong: The failure, in words; empty if there was none.
     """
 
     what: str
@@ -74,7 +74,8 @@ def judged(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor,
         torch.cuda.synchronize()
         if not torch.equal(first.view(torch.int16), captured.view(torch.int16)):
             return Result(what, used, wrong="a CUDA graph gave other bits")
-    # Not whether there is a GPU: torch for CUDA takes the virtual one, whose tensors are the CPU's, for one.
+    # Ask the tensor, not torch.cuda: torch for CUDA takes the virtual GPU for a real one, but its tensors are the
+    # CPU's.
     return Result(what, used, timed(call) if first.is_cuda else None)
 
 
@@ -100,8 +101,8 @@ def moe_results(
         tokens: Batches.
         seed: Seed of the inputs.
         device: Device of the inputs.
-        accumulation: How the device adds up.
-        every_tactic: Each default tactic by itself, for both GEMMs; else the planner's choice.
+        accumulation: The way the device adds up products.
+        every_tactic: Run each default tactic, for both GEMMs; else only the planner's choice.
         modes: Values of ``flashinfer.fused_moe.sm12x_validation.Mode``.
     """
     for hidden, inter, experts in sizes:

@@ -55,8 +55,8 @@ class VirtualDeviceError(RuntimeError):
     """A launch on the virtual device was refused, failed, or a watcher reported on it.
 
     Attributes:
-        launches: Those of the call, the failed one included; their ``reports`` name kernel, PTX line, block, warp, lane
-            and address.
+        launches: The call's launches, the failed one included; their ``reports`` name kernel, PTX line, block, warp,
+            lane and address.
     """
 
     def __init__(self, text: str, launches: Sequence[Any] = ()) -> None:
@@ -79,10 +79,11 @@ def _vsm() -> Any:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, where the virtual device can be used whatever torch brings.
+    """``function(*arguments)`` in a process that can use the virtual device, with or without CUDA in torch.
 
-    A torch with CUDA has loaded its runtime before anyone can ask for the virtual one: then it is done in a new process that
-    starts with that. Function, arguments and result are pickled there. A torch without CUDA needs no such thing.
+    A torch with CUDA has loaded its runtime before anyone can ask for the virtual one. The function then runs in a new
+    process that starts with the virtual one; function, arguments and result are pickled. A torch without CUDA needs no
+    new process.
     """
     _vsm()
     preload = importlib.import_module("vsm.preload").preload()
@@ -129,7 +130,7 @@ def _check_architecture(name: str) -> None:
 
 @contextlib.contextmanager
 def compiling_for(architecture: str = "sm_121a") -> Iterator[None]:
-    """Within it, JIT specs are those of the virtual device's modules: for ``architecture``, with PTX in the library."""
+    """A context in which JIT specs are the virtual device's: for ``architecture``, with PTX in the library."""
     from flashinfer.jit import core
 
     _check_architecture(architecture)
@@ -144,7 +145,7 @@ def compiling_for(architecture: str = "sm_121a") -> Iterator[None]:
 
 
 class VirtualDevice:
-    """A virtual GB10 (SM121). Made by :func:`virtual_device`.
+    """A virtual GB10 (SM121), made by :func:`virtual_device`.
 
     Attributes:
         architecture: ``"sm_121a"``.
@@ -238,8 +239,8 @@ class VirtualDevice:
         return wanted is not False
 
     def discard(self, tensor: torch.Tensor, seed: int) -> None:
-        """Hand over memory of :meth:`empty` as a later call might find it: full of random bytes, of which a kernel must not
-        read one before something wrote it.
+        """Make memory of :meth:`empty` look as a later call might find it: full of random bytes. A kernel that reads
+        one before it is written is reported.
         """
         generator = torch.Generator().manual_seed(seed)
         flat = tensor.view(torch.uint8).reshape(-1)
@@ -248,7 +249,7 @@ class VirtualDevice:
 
     @property
     def planted(self) -> int:
-        """How often the faults that it was made with stand in the PTX loaded so far."""
+        """The number of places in the PTX loaded so far into which faults were planted."""
         count: int = self._runtime.planted
         return count
 
@@ -268,8 +269,8 @@ class VirtualDevice:
             The result of ``function``. The launches are appended to :attr:`launches`.
 
         Raises:
-            VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault the
-                device answers nothing more, as a GPU's context does: enter a new one.
+            VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault every
+                further call fails, as it does in a GPU's context; enter a new device.
         """
         self._require_no_failure()
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.numel()]
@@ -341,7 +342,7 @@ def virtual_device(
     late_copies: int = 0,
     planted: Mapping[str, str] | None = None,
 ) -> Iterator[VirtualDevice]:
-    """Within it, operators on CPU tensors run their compiled kernels on a virtual GPU.
+    """A context in which operators on CPU tensors run their compiled kernels on a virtual GPU.
 
     Args:
         architecture: ``"sm_121a"``: GB10 (DGX Spark).
@@ -349,13 +350,13 @@ def virtual_device(
         watch: Flags of ``vsm.Watch``; its default is all but races and arrivals.
         threads: Host threads that execute blocks; 0: one per core.
         accumulation_bits: Fraction bits that MMAs keep of their sums, of all kinds or by name
-            (``vsm.ACCUMULATION_KINDS``); 0: all of them. By default what ``VSM_ACCUMULATION_BITS`` says, else what an
-            SM120 was measured to keep (``flashinfer.testing.SM120_SUM_BITS``).
-        weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and
-            what is read without order is reported. 0: at once.
-        late_copies: One asynchronous copy in 50 lands so many scheduler rounds (a step of each warp) later than the others,
-            which pass it. 0: none.
-        planted: Faults for a test of the tests: the PTX is read with the values in place of the keys.
+            (``vsm.ACCUMULATION_KINDS``); 0: all of them. By default the bits of ``VSM_ACCUMULATION_BITS``, else those
+            that an SM120 was measured to keep (``flashinfer.testing.SM120_SUM_BITS``).
+        weak_memory: A seed. A block's writes reach other blocks when the program orders them, or earlier at random; a
+            read that is not ordered after the write is reported. 0: writes are visible at once.
+        late_copies: One asynchronous copy in 50 lands this many scheduler rounds (a step of each warp) late, after
+            copies that were issued later. 0: none.
+        planted: Faults for a test of the tests: text of the PTX -> text that replaces it.
 
     Yields:
         The device, with what it executed.

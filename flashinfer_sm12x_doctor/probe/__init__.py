@@ -18,8 +18,8 @@ PARTS = {
     "tactics": 5,
     "layer": 5,
 }
-"""Functions of ``parts``, and how many times ``--timeout`` each may take: those that compile take longest. In their
-order: a later one may need what an earlier one built or wrote down."""
+"""Functions of ``parts``, and the multiple of ``--timeout`` that each may take; those that compile take longest. The
+order matters: a part may need modules that an earlier one built, or facts that it recorded."""
 
 TOKENS = (1, 4, 64, 2048)
 """Numbers of tokens for which the layer is timed."""

@@ -13,19 +13,20 @@ BLOCKS_PER_SM = 2
 
 
 def source_words() -> torch.Tensor:
-    """Int32 ``[64, 128]``: what a stage holds in each round."""
+    """Int32 ``[64, 128]``: a stage's contents in each round."""
     rounds = torch.arange(SOURCE_ROUNDS, dtype=torch.int64)[:, None] * 0x9E3779B1
     words = torch.arange(STAGE_WORDS, dtype=torch.int64) * 0x85EBCA6B
     return ((rounds + words) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
 def hand_over(target: Target, fenced: bool, copies: bool, rounds: int = ROUNDS, blocks: int = 0) -> dict[str, int]:
-    """Hand stages over between pairs of warps: how many words were compared, and how many were those of another round.
+    """Hand stages over between pairs of warps; count the words that were compared, and those that were of another
+    round.
 
     Args:
-        target: Where.
-        fenced: With a block-level fence before every arrival.
-        copies: Stages are filled by bulk copies, else by stores.
+        target: The device.
+        fenced: Place a block-level fence before every arrival.
+        copies: Fill stages by bulk copies; else by stores.
         rounds: Stages that each pair hands over.
         blocks: Blocks of eight pairs each; two on every SM, when omitted.
     """

@@ -59,14 +59,14 @@ def cost(target: Target, kind: str) -> dict[str, float]:
 def overlap(
     target: Target, dependent: bool, shared_bytes: int = 0, cycles: int = 0, graph: bool = False
 ) -> dict[str, float]:
-    """Microseconds: what the first of two launches took, and how long before its end the second one began.
+    """Microseconds that the first of two launches took, and by which the second one began before the first one's end.
 
     Args:
-        target: Where.
-        dependent: The second one is launched with programmatic stream serialization.
-        shared_bytes: Dynamic shared memory of the second one; of the first one there is none.
-        cycles: That the first one works for; :data:`BUSY_CYCLES`, when omitted.
-        graph: Both from a CUDA graph.
+        target: The device.
+        dependent: Launch the second one with programmatic stream serialization.
+        shared_bytes: Dynamic shared memory of the second one; the first one has none.
+        cycles: Cycles for which the first one works; :data:`BUSY_CYCLES` when omitted.
+        graph: Launch both from a CUDA graph.
     """
     cycles = cycles or BUSY_CYCLES
     first, second = (torch.zeros((target.sm_count, 3), dtype=torch.int64, device=target.device) for _ in range(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss-120b's layer: its time beside that of a plain read of the same weights, and beside what was predicted."""
+"""gpt-oss-120b's layer: its time, the time of a plain read of the same weights, and the prediction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of ``mma.sync`` and the width in which it adds up (``include/flashinfer/sm12x/probe/mma_rate.cuh``)."""
+"""Rates of ``mma.sync`` and the fraction bits of its sums (``include/flashinfer/sm12x/probe/mma_rate.cuh``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITERATIONS, WARMUP_LAUNCHES, TIMED_LAUNCHES = 16384, 10, 15  # of the rates: som
 IDENTITY_SCALES = 0x7F7F
 FLOAT32_FRACTION_BITS = 23
 LOOKED_FOR = 40
-"""Fraction bits beyond which a sum's width is not asked for."""
+"""The most fraction bits of a sum that are looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kind:
         number: The kind's number in the binding.
         a, b: Formats: ``bf16``, ``f16``, ``e4m3``, ``e2m1 in bytes`` (``00xxxx00``) or ``e2m1``.
         k: Elements of a row, in 32 bytes.
-        scaled: With UE8M0 block scales, which SM12x has.
+        scaled: Takes UE8M0 block scales; SM12x only.
     """
 
     number: int
@@ -92,13 +92,13 @@ def multiply(
     """``c + iterations * (a @ b.T)`` by each warp and chain.
 
     Args:
-        target: Where.
+        target: The device.
         kind: The kind of MMA.
         a: Float ``[16, k]``, values of the kind's format.
         b: Float ``[8, 8, k]``: chains, columns.
         c: Float32 ``[16, 8]``.
-        iterations: How often each product is added.
-        scales: UE8M0 bytes of A's rows and B's columns, the first block's the lowest.
+        iterations: Number of times that each product is added.
+        scales: UE8M0 bytes of A's rows and of B's columns; the lowest byte is the first block's.
         blocks, warps: Blocks of the launch, and warps of a block.
     """
     place = target.device
@@ -138,10 +138,10 @@ def wrong_results(target: Target, kind: Kind, seed: int = 1) -> int:
 def rate_of(times: torch.Tensor, flops_per_block: int) -> dict[str, float]:
     """``flops_per_clock`` of one SM, ``tflops`` of the GPU, and the SMs' clock meanwhile in ``gigahertz``.
 
-    From what the blocks of a launch wrote down, one block an SM.
+    They follow from the times that a launch's blocks recorded, one block per SM.
 
     Args:
-        times: Int64 ``[blocks, 4]``: cycles before and behind, nanoseconds before and behind.
+        times: Int64 ``[blocks, 4]``: cycles before and after, nanoseconds before and after.
         flops_per_block: Operations of each block.
     """
     first, last, began, ended = times.double().cpu().unbind(1)
@@ -155,7 +155,7 @@ def rate_of(times: torch.Tensor, flops_per_block: int) -> dict[str, float]:
 
 
 def measure_rate(target: Target, kind: Kind) -> dict[str, float]:
-    """Medians of :func:`rate_of` with a block of 16 warps on each SM, behind some launches that raise the clock."""
+    """Medians of :func:`rate_of` with a block of 16 warps on each SM, after some launches that raise the clock."""
     a, b, c = random_operands(kind, 2)
     flops = 2 * ROWS * COLUMNS * kind.k * ITERATIONS * CHAINS * WARPS
     rates = []
@@ -180,7 +180,8 @@ _measured: dict[Target, dict[str, int]] = {}
 
 
 def accumulation_of(target: Target) -> Accumulation:
-    """How a target's tensor cores add up, for error bounds: the narrowest of what they are measured to keep, once."""
+    """The sums of a target's tensor cores, for error bounds: the fewest bits that any kind of MMA keeps. Measured
+    once."""
     if target not in _measured:
         _measured[target] = all_sum_bits(target)
     return Accumulation(min(_measured[target].values()))
@@ -192,7 +193,7 @@ def measured_widths() -> dict[str, dict[str, int]]:
 
 
 def accumulation_on(device: torch.device) -> Accumulation:
-    """How the operators' backend of a device adds up: the CPU's in float32, a GPU's (the current one) as measured."""
+    """The sums of the operators' backend of a device: float32 on the CPU, as measured on a GPU (the current one)."""
     return accumulation_of(find_target()) if device.type == "cuda" else ANY_ORDER
 
 
@@ -204,8 +205,9 @@ def sum_bits(target: Target, kind: Kind) -> int:
 def _kept_of_c(target: Target, kind: Kind) -> int:
     """Fraction bits kept of ``c``.
 
-    Two products that cancel each other, ``p`` and ``-p``, stand at several distances along K beside a ``c`` of ``p 2^-n``:
-    whatever the sum loses is lost of ``c``. And a product of 1 is added to a ``c`` of ``2^n``, as far as float32 can tell.
+    Two products ``p`` and ``-p`` at several distances along K are added to a ``c`` of ``p 2^-n``. The products cancel,
+    so whatever the sum loses is lost from ``c``. Also, a product of 1 is added to a ``c`` of ``2^n``, as far as float32
+    can hold the sum.
     """
     large = {"e4m3": 256.0, "e2m1": 4.0, "bf16": 256.0, "f16": 256.0}
     exponents = torch.arange(1, ROWS * COLUMNS + 1).view(ROWS, COLUMNS)
@@ -226,14 +228,14 @@ def _kept_of_c(target: Target, kind: Kind) -> int:
 
 
 _EXPONENTS = {"bf16": range(-9, 9), "f16": range(-9, 9), "e4m3": range(-9, 9), "e2m1": range(-1, 3)}
-"""Powers of two that a format has; of bf16 and f16, enough of them."""
+"""Exponents of the powers of two that a format has; for bf16 and f16, enough of them."""
 
 
 def _kept_of_products(target: Target, kind: Kind) -> int:
-    """Fraction bits kept of a product, as far as the formats reach: hardware may add ``c`` apart from them.
+    """Fraction bits kept of a product, as far as the formats' range shows. Hardware may add ``c`` in another way.
 
-    Beside ``p`` and ``-p``, the largest powers of two, stands a product of ``p 2^-n``, at several places along K. Where
-    there are two block scales, it is in the other block, whose scale reaches further than e2m1 does.
+    The sum has the products ``p`` and ``-p``, the largest powers of two, and a product of ``p 2^-n`` at several places
+    along K. If there are two block scales, the small product is in the other block, whose scale extends e2m1's range.
     """
     exponents_a = _EXPONENTS[kind.a.split()[0]]
     exponents_b = _EXPONENTS[kind.b]

@@ -27,10 +27,10 @@ class Target:
 
     Attributes:
         device: The tensors' device; the CPU for the virtual one.
-        name: As the driver has it.
+        name: The driver's name for it.
         capability: Compute capability.
         sm_count: Multiprocessors.
-        virtual: The virtual device, whose times mean nothing; None of a GPU.
+        virtual: The virtual device, whose times mean nothing; None for a GPU.
     """
 
     device: torch.device
@@ -41,7 +41,7 @@ class Target:
 
     @property
     def device_class(self) -> DeviceClass:
-        """The class that has its row among those that the kernels serve."""
+        """The target's class among those that the kernels serve."""
         found = class_of(self.capability)
         assert found is not None
         return found

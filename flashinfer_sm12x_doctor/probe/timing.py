@@ -115,7 +115,7 @@ class StreamingRead:
 
 
 def wrong_read(target: Target, size: int) -> bool:
-    """Whether the sum of ``size`` random bytes, a multiple of 16, is another one by the kernel than by torch."""
+    """Whether the kernel's sum of ``size`` random bytes, a multiple of 16, differs from torch's."""
     generator = torch.Generator(target.device).manual_seed(1)
     words = torch.empty(size // 4, dtype=torch.int32, device=target.device)
     data = words.random_(-(2**31), 2**31 - 1, generator=generator)

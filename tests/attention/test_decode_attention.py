@@ -123,7 +123,7 @@ def zeros(q_len: int) -> dict[str, torch.Tensor]:
 def test_a_position_that_is_not_there_is_named(
     name: str, place: tuple[int, ...], value: int, text: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU by request only; what a sequence does not see may be anything."""
+    """On a GPU the check is opt-in. Table entries that a sequence does not see are not checked."""
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
     arguments = on(device, zeros(1) | {"rope_table": torch.zeros(61 if "rope" in text else 64, 64)})
     arguments["block_tables"][1, 0] = 99

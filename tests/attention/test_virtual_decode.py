@@ -62,7 +62,7 @@ def test_lengths(device: VirtualDevice, lengths: list[int], fp8: bool) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("constant_cache", [False, True], ids=["waits", "cache first"])
 def test_splits(weak_device: VirtualDevice, fp8: bool, constant_cache: bool) -> None:
-    """As many splits as the grid has, of unequal parts; lengths for which some have nothing to do."""
+    """The grid has its most splits. Their parts are unequal, and the shorter sequence leaves some without work."""
     run(weak_device, make_decode_case([1700, 260], 1, 3, fp8=fp8), constant_cache=constant_cache)
     assert weak_device.launches[-1].grid[0] == 2 * SMS
 
@@ -117,7 +117,7 @@ def test_random_shapes(device: VirtualDevice) -> None:
 
 @pytest.mark.parametrize("position", [0, 15, 127, 128, 767, 768, 895, 896, 1022, 1023])
 def test_one_position_that_all_heads_want(device: VirtualDevice, position: int) -> None:
-    """At every seam of splits, warps and chunks one position's key outweighs the thousand others together."""
+    """One position's key outweighs the thousand others together; it lies at each seam of splits, warps and chunks."""
     case = make_decode_case([1024], 1, 11, rope=None, sinks=False)
     keys, values = case.cache()
     page = int(case.arguments["block_tables"][0, position // 16])

@@ -48,7 +48,7 @@ def test_less_is_lost_with_more_bits_and_nothing_without_quantization() -> None:
 
 
 def public_round(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """By the public quantizers of CPU tensors."""
+    """Round by the public quantizers, on the CPU."""
     if name == "mxfp8":
         values, scales = mxfp8_quantize(weight, is_sf_swizzled_layout=False)
         return values.double() * torch.exp2(scales.view(len(weight), -1).double() - 127).repeat_interleave(32, 1)
@@ -525,7 +525,7 @@ def test_a_gpt_oss_checkpoint_runs_on_the_operators_experts(
 
 
 def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
-    """As transformers 5.17 makes it; they are the model's own, and the same in every release since."""
+    """transformers 5.17 makes such a config. The constants are the model's own, and later releases have the same."""
     from transformers import GptOssConfig
 
     from flashinfer_sm12x_quantize.gpt_oss import ALPHA, LIMIT, FlashInferExperts

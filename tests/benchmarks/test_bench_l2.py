@@ -94,7 +94,7 @@ def test_what_l2_holds_is_read_once() -> None:
     assert len(work.units()) == 5 * (3 + 1 + 2)
     assert work.once() == 4 * (3 * 5 * 100 + 32 * 3)
     assert dram_bytes(work, 7, 1e9) == pytest.approx(work.once())
-    # Without an L2 each row tile reads all rows of its expert, each token tile all weights.
+    # If there is no L2, each row tile reads all rows of its expert, and each token tile all weights.
     assert dram_bytes(work, 7, 0.0) == pytest.approx(4 * (5 * 6 * 100 + 5 * 32 * 3))
     work = dataclasses.replace(work, rows=[200, 150, 120])
     sizes = [dram_bytes(work, 6, capacity) for capacity in (0.0, 600.0, 4000.0, 1e9)]

@@ -68,7 +68,7 @@ def test_bytes_of_what_is_done_in_place() -> None:
     router = 4 * (row + 2)  # weight and bias
     assert parts["router"].bytes == 2 * (router + row + 2 * 4)
     assert parts["top-k"].bytes == 2 * (2 * 4 + 2 * 8)
-    # With the norm and the top-k in it; its logits are float32, written and read.
+    # The fused router includes the norm and the top-k; it writes float32 logits and reads them again.
     (fused,) = (part for part in parts_of(size, Step(1, 512, fused_router=True)) if part.name == "router")
     assert fused.bytes == 2 * (router + 5 * row + 2 * 4 * 4 + 2 * 8)
     sinks = 4 * 8
@@ -87,7 +87,7 @@ def test_a_norm_in_qkv_is_not_written_and_read_again() -> None:
 
 
 def test_which_steps_have_a_norm_in_qkv() -> None:
-    """As the plugin's: beside its router, in up to eight tokens of a step, with tokens that are not rounded."""
+    """The same as in the plugin: with its router, up to eight tokens, and tokens that are not rounded."""
     step = Step(8, 512, formats=formats_of("nvfp4"), fused_router=True)
     assert step.fused_norm
     assert dataclasses.replace(step, sequences=4, new=2, verified=True).fused_norm, "a draft's window"
@@ -127,7 +127,7 @@ def test_pages_in_front_of_the_window_are_not_kept() -> None:
     assert full.shape == (2 * 63, 2, SMALL.kv_heads, PAGE, SMALL.head)
     assert window.shape[0] == 2 * (63 - (1000 - 1 - 64) // PAGE)
     assert batch.window.slots.tolist() == [int(batch.window.table[s, 62]) * PAGE + 999 % PAGE for s in (0, 1)]
-    # What the windowed layers see is what they see with all of the pages.
+    # Windowed layers get the same result as with all of the pages.
     sinks, q = torch.zeros(SMALL.heads), torch.randn(2, SMALL.heads, SMALL.head)
     everything = torch.zeros_like(full).float()
     everything[batch.full.table[:, 58:].flatten().long()] = window.float()[batch.window.table[:, 58:].flatten().long()]

@@ -56,9 +56,9 @@ def bytes_of(step: Step) -> dict[str, float]:
 
 
 def test_kept_kernels_are_of_todays_sizes() -> None:
-    """Weights of each kept line; the experts' times are those of the doctor's fits, which are of MXFP8 input.
+    """Checks the weights' bytes of each kept line, and the experts' times against the doctor's fits for MXFP8 input.
 
-    What the layer does beside, with bf16 input, is less than 1 %.
+    bf16 input, which the layer quantizes, adds less than 1 %.
     """
     lines = kept().values()
     for line in lines:
@@ -229,7 +229,7 @@ def test_a_measured_rate_moves_what_dram_binds() -> None:
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    """As ``sm12x-doctor --probe`` writes it, of a GB10 somewhat slower than predicted."""
+    """A report in the form of ``sm12x-doctor --probe``, of a GB10 somewhat slower than predicted."""
     measured = {
         "device": {"name": "NVIDIA GB10", "gb10": True},
         "dram": {"gigabytes_per_second": 210.0},

@@ -20,11 +20,12 @@ transformers = pytest.importorskip("transformers")
 SIZE = Size(layers=2, experts=8, hidden=192, inter=160, heads=8, kv_heads=2, head=32, vocab=640, window=24)
 PROMPT, DECODED = 45, 3
 TOLERANCE = 0.02
-"""Of the norm of a token's logits: transformers itself in bf16 is 0.008 to 0.020 from its float32, by seed."""
+"""Allowed error of a token's logits, relative to their norm: transformers in bf16 differs from itself in float32 by
+0.008 to 0.020, depending on the seed."""
 
 
 def wide(dense: Dense, weights: str) -> torch.Tensor:
-    """What the layer multiplies with."""
+    """The layer's weight as it is multiplied, dequantized to float32."""
     values, *scales = dense.weights[weights]
     if weights == "bf16":
         return values.float()
@@ -107,9 +108,9 @@ def next_batch(model: Model, step: Step, ids: torch.Tensor, full: Batch) -> Batc
 
 @pytest.mark.parametrize(("weights", "seed"), [("bf16", 6), ("mxfp8", 5), ("mxfp4", 1)])
 def test_logits_are_those_of_transformers(weights: str, seed: int) -> None:
-    """A prompt that is longer than the window, then tokens one by one from the cache that it left.
+    """A prompt longer than the window, then tokens one by one from the cache that it left.
 
-    With these seeds rounding changes no token's experts.
+    The seeds are such that rounding changes no token's experts.
     """
     print("seed", seed)
     formats = formats_of(weights)

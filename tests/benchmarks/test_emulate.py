@@ -236,7 +236,8 @@ def test_counts_at_full_size(name: str, tokens: int, blocks: int) -> None:
 
 
 def test_a_stream_of_two_passes_waits_for_dram_in_the_first() -> None:
-    """What L2 holds is multiplied anew in the time that its instructions take; what it does not hold comes from DRAM again."""
+    """If L2 holds the weights, a second pass takes the time of its instructions; if not, it reads them from DRAM
+    again."""
     row, counts = BY_NAME["dense_mxfp4_m8_w3"], Counts(8e6, 3e9, 2e5, 6.5e6)
     seen = {run: [Launch(counts, 4.0, 48, 48)] for run in dense.runs_for(row, 12)}  # whatever N is
     first, second = dense.launches_of(row, OUT, 12, seen)
@@ -351,7 +352,7 @@ def test_tables_without_a_gpu_say_what_they_are(
     assert (told["MB"], told["floor us"], told["fixed us"]) == (f"{line.megabytes:,.0f}", f"{line.floor:,.0f}", "34")
     assert told["bound by"] == line.bound
     assert printed.count("\nemulated ") == 2, "the two models share their GEMMs' sizes"
-    # What takes minutes is announced before it begins.
+    # A step that takes minutes is announced before it begins.
     announced = ["building the emulator", "building fused_moe_120", "module of gen_", "built in", "[1/2] emul", "[2/2]"]
     assert [printed.index(text) for text in announced] == sorted(printed.index(text) for text in announced)
     ((make, *_),) = ran

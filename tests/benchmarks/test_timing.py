@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of layers make of their measurements, on CPU tensors with a clock that is given."""
+"""The layer benchmarks' tables from measurements on CPU tensors with a fake clock."""
 
 from __future__ import annotations
 

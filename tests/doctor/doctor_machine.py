@@ -214,7 +214,7 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return self.run(str(self.python), *how, *arguments, cwd=cwd)
 
     def run(self, *command: str, cwd: Path | None = None) -> Result:
-        """In the machine's environment."""
+        """Run a command in the machine's environment."""
         environ, cwd = self.environment(), cwd or self.root
         return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=300)
 
@@ -257,7 +257,7 @@ class Diagnosis:
 
 
 def findings(facts: Mapping[str, Facts], environ: Mapping[str, str] | None = None) -> dict[str, doctor.Finding]:
-    """By check, of facts as questions would tell them."""
+    """The doctor's findings, by check, for facts in the form in which questions tell them."""
     answers = asking.Answers({question: {} for question in questions.QUESTIONS} | facts, environ or {})
     return {finding.check: finding for finding in doctor.diagnose(answers)}
 

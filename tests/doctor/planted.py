@@ -14,18 +14,18 @@ from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault, the row that tells it, and what its command does.
+    """A fault, the row that reports it, and the effect of its command.
 
     Attributes:
-        check, state, found: The row's; of ``found`` a part.
-        command: A part of it; empty where there is none.
-        variables: Those that are set; ``{root}`` is the machine's folder.
-        mounts: A shell's script whose mounts every process sees.
-        plant: What else is done to the machine.
-        mends: Whether the finding is gone when the command has run; else it installs, shows more, or there is none. None
-            where it depends on what else the machine that runs the tests has.
-        loses: Entries of the user's variables that it takes away.
-        why: A part of the row's.
+        check, state, found: The row's fields; of ``found`` a part.
+        command: A part of the command; empty if there is none.
+        variables: Environment variables to set; ``{root}`` is the machine's folder.
+        mounts: A shell script that mounts file systems for every process.
+        plant: Any other change to the machine.
+        mends: Whether the finding is gone after the command. False: the command only installs something or shows more,
+            or there is none. None: it depends on the machine that runs the tests.
+        loses: Entries of the user's variables that the command removes.
+        why: A part of the row's reason.
     """
 
     check: str
@@ -98,7 +98,7 @@ def _of_two_releases(folder: str) -> Callable[[Machine], object]:
 
 
 def _guest(kind: str, *gpus: str) -> Callable[[Machine], object]:
-    """By systemd's name, with these GPUs."""
+    """Plant a guest that systemd calls ``kind``, with these GPUs."""
 
     def plant(m: Machine) -> None:
         m.program("bin/systemd-detect-virt", f"echo {kind}")

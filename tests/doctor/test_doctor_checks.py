@@ -41,7 +41,7 @@ def gpus(*capabilities: str) -> dict[str, Any]:
 
 
 def seen(*capabilities: str) -> dict[str, Any]:
-    """By torch."""
+    """Facts of a torch that sees these GPUs."""
     return {"torch": "2", "cuda": "13.0", **gpus(*capabilities)}
 
 
@@ -149,7 +149,7 @@ def test_the_row_of_a_probe_is_left_to_the_probe_that_ran() -> None:
 def test_a_guest_is_told_by_what_it_leaves(
     left: dict[str, str], variables: dict[str, str], guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where systemd's program is not there, as in images."""
+    """Without systemd's program, which container images lack."""
     write_tree(tmp_path, left)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("container", raising=False)
@@ -184,7 +184,7 @@ def test_a_guest_is_told_by_systemd(
 def test_a_python_of_the_systems_is_managed_and_an_environment_of_it_is_not(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Debian marks it (PEP 668)."""
+    """The mark is Debian's (PEP 668)."""
     write_tree(tmp_path, {"EXTERNALLY-MANAGED": "[externally-managed]"})
     monkeypatch.setattr(
         questions.sysconfig, "get_path", lambda name, _scheme: str(tmp_path) if name == "stdlib" else ""

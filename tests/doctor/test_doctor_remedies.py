@@ -32,17 +32,17 @@ from flashinfer_sm12x_doctor.asking import PACKAGE, Answers
 from flashinfer_sm12x_doctor.probe import TOKENS
 
 MODULES = (remedies, checks, probe_checks, doctor)
-"""Those with remedies, in the order of their imports."""
+"""Modules that give remedies, in the order of their imports."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A machine's, as far as the doctor asks.
+    """The state of a machine, as far as the doctor asks.
 
     Attributes:
-        facts: By question; one without any told nothing.
+        facts: Facts by question; a question that is not in it told nothing.
         environ: The variables that are set.
-        patches: ``name -> value`` of what the checks do not ask questions for: of ``os``, or a module of the doctor's.
+        patches: ``name -> value`` to replace in ``os`` or in a module of the doctor, for facts that no question tells.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -265,7 +265,7 @@ STATES = [
 
 
 def findings_of(state: State, telling: Telling) -> list[doctor.Finding]:
-    """Of one state, each with remedies that are read."""
+    """The findings of one state, each with a remedy that ``telling`` can trace."""
     environ = {"PATH": os.environ["PATH"], **state.environ}
     facts: dict[str, Any] = {question: {} for question in questions.QUESTIONS}
     with pytest.MonkeyPatch.context() as patched:

@@ -16,12 +16,13 @@ from flashinfer.sm12x.models import MODELS
 MATRICES = MODELS[step.LAYER_MODEL].matrices
 KEPT = dense.runs_in(dense.RUNS)
 NEAR = {"bf16": 1.12, "mxfp8": 1.18}
-"""What the choice may take of the model's best. The model takes all parts of cut units to reach DRAM, and has no bytes between
-L2 and the SMs: tiles of 64 bf16 tokens where more than half as many are cut, 1.118, those of 128 MXFP8 ones 1.178. A stream in
-two passes, in the place of a GEMM, takes 1.10 and, since each pass rounds the tokens, 1.164."""
+"""The time that the planner's choice may take, over the fastest by the model. The model assumes that partial sums of
+cut units all reach DRAM, and it does not count bytes between L2 and the SMs. So it puts tiles of 64 bf16 tokens, of
+which more than half are cut, at 1.118, and tiles of 128 MXFP8 tokens at 1.178. A stream in two passes in place of a
+GEMM takes 1.10, and 1.164 if each pass rounds the tokens."""
 RATES = {"fast": (gb10.FAST, 0), "slow": (gb10.SLOW, 1)}
 MORE = (80, 96, 97, 128, 129, 160, 192, 193, 256)
-"""Batches beyond those whose counts are kept; a prompt's are cuBLAS's from some number on, which is not modelled."""
+"""Batches larger than those whose counts are kept. Prompts beyond some length go to cuBLAS, which is not modelled."""
 
 
 @functools.cache
@@ -37,7 +38,8 @@ def modelled(row: Instance, activation: str, layer: tuple[int, int], tokens: int
 
 
 def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Instance]:
-    """What the planner chooses among; no stream of more passes than are priced, which only gets slower."""
+    """The instances among which the planner chooses. Streams of more passes than are priced are left out: they are
+    slower."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     return [
         row
@@ -47,7 +49,7 @@ def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Insta
 
 
 def batches(weights: str, activation: str, k: int) -> set[int]:
-    """Those whose counts are kept, up to where they are for any batch."""
+    """Batches whose counts are kept, up to the size from which counts of two batches serve all."""
     names = {row.name for row in DENSE_INSTANCES if row.weights == weights}
     kept = {run.tokens for run in KEPT if (run.activation, run.k) == (activation, k) and run.instance in names}
     return {tokens for tokens in kept if tokens <= dense.FEW_TOKENS}

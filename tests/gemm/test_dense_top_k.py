@@ -83,7 +83,7 @@ def test_no_tokens(device: torch.device) -> None:
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_a_captured_graph_replays(device: torch.device, m: int, top_k: int) -> None:
-    """With memory that other calls have used in between."""
+    """Other calls use the same memory between replays."""
     if device.type == "cpu":
         pytest.skip("graphs are of CUDA")
     arguments = random_arguments(device, DenseCase(m, 6400, 2880), 12)

@@ -48,7 +48,7 @@ def test_only_what_upstream_refuses_on_sm12x_is_taken_from_it(monkeypatch, backe
 
 @pytest.mark.parametrize("k", [160, 192])
 def test_each_function_is_a_call_of_dense_block_scaled(k):
-    """Whose results are held to their bound elsewhere."""
+    """Bits are compared with ``dense_block_scaled``, whose own tests check its results."""
     m, n = 3, 70
     print("seed", 8)
     generator = torch.Generator().manual_seed(8)

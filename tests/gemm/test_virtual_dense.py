@@ -222,7 +222,7 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
         assert torch.equal(first, second)
 
 
-# Bytes of a token with k = 416: bfloat16 in whole words of 128; e4m3, and scales in words of four; what the caller has not.
+# Bytes of a token with k = 416: bfloat16 in whole K blocks; e4m3, and scales in words of four; what the caller has not.
 @pytest.mark.parametrize(
     ("name", "tokens", "bytes_of_token"),
     [("dense_mxfp4_m64_gemm", tokens, 1024) for tokens in ("bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")]
@@ -380,9 +380,9 @@ def test_quantized_tokens_go_to_block_scaled_mmas(device: VirtualDevice) -> None
 def run_both(
     device: VirtualDevice, rows: list[Instance], calls: list[tuple[torch.Tensor, ...]], constant_weights: bool
 ) -> None:
-    """Two layers ``(out, x, weight, weight_scale)``, programmatic dependent launches, one behind the other."""
+    """Launch two layers ``(out, x, weight, weight_scale)`` one after the other, as programmatic dependents."""
     loaded = [device.module(gen_dense_module, row.weights) for row in rows]
-    # As large as the largest of these layers needs.
+    # The sizes are those of the largest of these layers.
     spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 160, row)) for row in rows]
 
     def launch(*_tensors: torch.Tensor) -> None:
@@ -449,7 +449,8 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 
 @pytest.mark.parametrize("tokens", FORMATS)
 def test_rows_are_dequantized_exactly(device: VirtualDevice, tokens: str) -> None:
-    """With very many tokens cuBLAS multiplies each value as the bfloat16 that it equals, NaN and infinity included."""
+    """For very many tokens cuBLAS multiplies bfloat16 values; each equals its quantized value, NaN and infinity
+    included."""
     module = device.module(gen_dense_module, "mxfp4")
     for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
         wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)

@@ -54,7 +54,7 @@ def check(
 
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: row.name)
 def test_an_instance(device: VirtualDevice, row: Instance) -> None:
-    """As long a K as its warps share, less three blocks; a whole tile of tokens and one less."""
+    """K is three blocks shorter than the most that the warps share; tokens fill the tile, or leave one row free."""
     k = row.longest_k - 96
     check(
         device,
@@ -65,7 +65,7 @@ def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     check(device, DenseCase(row.token_tile - 1, 72, k, row.weights), 2, adds=False, tactic=row.name)
 
 
-# One group of warps and several, slices of a unit, one block of 32, parts of a word; one token and some.
+# One group of warps and several, slices of a unit, one scale block, parts of a K block; one token and some.
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 5120, 2880), (1, 40, 32), (3, 300, 160), (5, 64, 2048), (8, 130, 416)], ids=str
 )

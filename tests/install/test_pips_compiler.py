@@ -79,7 +79,8 @@ class Environment:
         return done
 
     def preprocess(self, code: str = "", **variables: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Where nvcc was found, by this fork and by upstream; of each module what nvcc said if it failed."""
+        """The places in which this fork and upstream found nvcc; and by module nvcc's output if it failed, else
+        empty."""
         where, *modules = map(json.loads, self.run(code + PREPROCESS, **variables).stdout.splitlines())
         return where, {each["module"]: each["said"] if each["status"] else "" for each in modules}
 

@@ -91,7 +91,7 @@ def test_machine_code(
 
 @pytest.mark.parametrize("toolkit", VERSIONS, indirect=True)
 def test_a_kernel_that_spills_is_told(toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
-    """By the words that the build looks for."""
+    """The compiler's message has the words that the build looks for."""
     source = tmp_path / "spills.cu"
     source.write_text(
         "__global__ void spills(volatile int* p) {\n  int x[64];\n"

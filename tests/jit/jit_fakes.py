@@ -148,7 +148,7 @@ class Project:
         return engine.find_library(self.plan()) is not None
 
     def object_text(self, name: str) -> str:
-        """What objects of that name hold, of whatever key."""
+        """The text of all objects of that name, whatever their keys."""
         return "".join(path.read_text() for path in (self.cache / "demo" / "obj").glob(f"*/{name}.o"))
 
     def calls(self) -> list[str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for kernels' machine code, read back from objects.
 
-On a GB10, which does not reliably honour the release ordering of ``mbarrier.arrive``
-(``include/flashinfer/sm12x/ptx/sync.cuh``), no arrival comes without a fence before it. No kernel spills, each uses the
-tensor instructions that it is written for, and blocks fit an SM as planned.
+A GB10 does not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``),
+so every arrival needs a fence before it. No kernel spills, each uses the tensor instructions that it is written for,
+and blocks fit an SM as planned.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from flashinfer.sm12x.instances import (
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")
 FENCE = re.compile(r"MEMBAR\.(SC|ALL)\.(CTA|GPU|SYS)")
-# None of these may stand between a fence and its arrival: a warp's accesses to memory, places where control may come
-# from elsewhere, and a proxy fence, part of which is the fence before it.
+# None of these may stand between a fence and its arrival: a warp's memory accesses, places at which control may join,
+# and a proxy fence, whose own code begins with such a fence.
 BETWEEN = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL|BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC|FENCE\.VIEW\.ASYNC")
 REGISTERS = 65536  # of an SM
 MOST_BARRIERS = 3
-"""Named barriers of a block: of the 24 that an SM has, three leave room for eight blocks, more than fit otherwise. Others'
-kernel with 13 was alone on a GB10's SM, which made its cooperative launch too large (b12x#363)."""
+"""Named barriers of a block. An SM has 24, so three allow eight blocks, more than fit for other reasons. A kernel of
+others with 13 had a GB10's SM to itself, which made its cooperative launch too large (b12x#363)."""
 
 
 def arrivals(sass: str) -> tuple[int, int]:
-    """How many arrivals at mbarriers there are, and how many of them come straight behind a fence."""
+    """The number of arrivals at mbarriers, and of those that directly follow a fence."""
     found = fenced = 0
     behind_fence = False
     for line in sass.splitlines():
@@ -137,8 +137,8 @@ def faults(path: Path, unit: Unit, architecture: str) -> list[str]:
 
     Args:
         path: An object or a fatbin, compiled for one architecture.
-        unit: What it was compiled from.
-        architecture: Such as ``sm_121a``. Hopper's blocks, MMAs and fences are not looked at.
+        unit: The unit from which it was compiled.
+        architecture: For example ``sm_121a``. Hopper's blocks, MMAs and fences are not checked.
     """
     sass = dumped("sass", path)
     kernels = inspect_sass.kernels_of(dumped("resource-usage", path), sass)

@@ -41,7 +41,7 @@ def test_what_the_compiler_says_that_it_read_counts(name: str, number: int, work
 
 
 def test_another_place_of_the_same_files_is_the_same_key(project: Project, tmp_path: Path) -> None:
-    """Of folders that a plan names, that is; an ``#include`` of an unrelated file is none of it."""
+    """This holds for the folders that a plan names. A file that no ``#include`` reaches does not change the key."""
 
     def keys(src: Path) -> tuple[dict[str, str], str]:
         plan = project.plan()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From compiler output to one line and a hint. The outputs are those of nvcc 13.0, GCC and GNU ld."""
+"""Compiler output becomes one line and a hint. The outputs are those of nvcc 13.0, GCC and GNU ld."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many compilers run at once, and ninja."""
+"""The number of compilers that run at once, and ninja."""
 
 from __future__ import annotations
 

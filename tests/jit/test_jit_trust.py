@@ -99,7 +99,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to anot
 
 @needs_root
 def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path) -> None:
-    """As in ``/tmp``."""
+    """Such a folder is ``/tmp``."""
     shared = cache.parents[2]
     shared.chmod(0o1777)
     require_trusted(cache)
@@ -115,7 +115,8 @@ def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path) -> No
 
 @needs_root
 def test_root_made_a_folder_in_a_folder_of_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As systemd's PrivateTmp. A file of root's could be a link, which anybody may make there; a folder cannot."""
+    """systemd's PrivateTmp makes such a folder. A file of root's could be a hard link, which anybody may make there; a
+    folder cannot."""
     cache.parents[2].chmod(0o1777)
     for path in (cache, cache.parent):
         os.chown(path, ANOTHER, ANOTHER)
@@ -305,7 +306,7 @@ def test_a_build_is_private_whatever_the_umask_is(mask: int, workspace: Path) ->
 
 
 def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /tmp others could guess the names of nvcc's files."""
+    """Not in /tmp, where others could guess the names of nvcc's files."""
     folder = workspace / "cached_ops" / "norm"
     folder.mkdir(parents=True)
     ninja_file = folder / "build.ninja"

@@ -87,7 +87,7 @@ class Installed:
         (self.package / prebuilt.MANIFEST).write_text(json.dumps({**self.manifest, **changes}))
 
     def load(self) -> tuple[Path, int]:
-        """Which library the module came from, and what it answers."""
+        """The library from which the module was loaded, and the module's answer."""
         spec, loaded = toy(), []
         real = spec.load
         spec.load = lambda path=None: (loaded.append(path), real(path))[1]  # type: ignore[method-assign]

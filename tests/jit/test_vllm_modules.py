@@ -67,7 +67,7 @@ def test_the_modules_are_those_that_vllms_calls_load(
     before = {name: contents(spec) for name, spec in made.items()}
     assert len(made) == 5
 
-    # As vLLM's FlashInferImpl.forward and FlashInferMetadataBuilder._get_prefill_wrapper call.
+    # The calls are those of vLLM's FlashInferImpl.forward and FlashInferMetadataBuilder._get_prefill_wrapper.
     pages = torch.zeros(8, 8, 16, 128, dtype=BF16).to(kv_cache)
     for window in (-1, 127):
         found: list[Any] = []
@@ -189,7 +189,7 @@ def ninja_file(folder: Path, compiler: str) -> Path:
 def test_a_build_of_upstreams_is_told_while_it_goes_on(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
 ) -> None:
-    """Where vLLM's start compiles one, too."""
+    """vLLM's start may compile one, too."""
     folder = workspace / "cached_ops" / "demo"
     file = ninja_file(folder, 'touch "$4"')
     steps = [(1, 3, "a.cuda.o"), (2, 3, "b.cuda.o"), (3, 3, "demo.so")]

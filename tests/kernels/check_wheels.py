@@ -89,7 +89,7 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
     for processor, package in unpacked.items():
         manifest = json.loads((package / "manifest.json").read_text())
         assert manifest["platform"] == f"linux-{processor}"
-        # Between two processors only the machine code differs.
+        # Wheels for two processors differ only in the libraries' machine code.
         made_from.append([{**module, "sha256": ""} for module in manifest["modules"]])
         libraries = {tuple(path.stem.rsplit("-", 1)[::-1]): path for path in package.glob("*.so")}
         assert sorted(libraries) == sorted([*SHIPPED, ("121a", "fused_moe_120_ptx")])
@@ -175,7 +175,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("folder", "name"), SHIPPED)
 def test_it_loads_on_aarch64(unpacked: dict[str, Path], emulated: Any, folder: str, name: str) -> None:
-    """With CUDA's own runtime, the one that it was linked against, and no driver."""
+    """It loads with the CUDA runtime that it was linked against, and without a driver."""
     library = unpacked["aarch64"] / f"{name}-{folder}.so"
     assert emulated(library, libraries=WORK / "aarch64" / "toolkit" / "lib") == f"loaded {library}\n"
 

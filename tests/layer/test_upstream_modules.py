@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every module of the pinned wheel behaves through the layer as it does without it.
 
-Two interpreters import every module in the same order, one from the plain wheel, one through the layer. Where upstream
-cannot import a module here (an optional package is absent), the layer must fail with the same error, or, for what ours
-mends, not at all; where it can, no public name may be lost.
+Two interpreters import every module in the same order, one from the plain wheel, one through the layer. If upstream
+cannot import a module here (an optional package is absent), the layer must fail with the same error, or succeed if this
+fork mends the cause. If upstream can, no public name may be lost.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_imports_and_what_does_not_is_the_same(imported, wheel_modules: lis
         return {name: got for name in wheel_modules if isinstance(got := imported[kind][name], str)}
 
     plain = errors("plain")
-    # Where neither nvcc nor torch knows a CUDA version, upstream's command line cannot even be imported.
+    # If neither nvcc nor torch knows a CUDA version, upstream's command line cannot be imported; ours can.
     if "Could not determine CUDA version" in plain.get("flashinfer.__main__", ""):
         del plain["flashinfer.__main__"]
     assert errors("layer") == plain

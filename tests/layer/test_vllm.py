@@ -2,8 +2,8 @@
 """vLLM 0.33.0 finds in the fork all that it looks for in FlashInfer.
 
 ``LOOKUPS`` are the names that vLLM 0.33.0 reads from each module, by ``vllm/utils/flashinfer.py`` (which decides what
-FlashInfer can do by ``hasattr``) and by its other ``from flashinfer... import ...``. What the plain wheel has, the
-layer must have; what the plain wheel lacks on this machine, vLLM does without in both cases.
+FlashInfer can do by ``hasattr``) and by its other ``from flashinfer... import ...``. The layer must have every name
+that the plain wheel has; vLLM does without a name that the plain wheel lacks on this machine in both cases.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def group_gemm_cases(rng: random.Random, count: int, seed: int) -> int:
 def random_dense_case(rng: random.Random, quick: bool) -> DenseCase:
     """A dense layer of an odd shape: sizes, formats and epilogue drawn independently.
 
-    With ``quick``, which is for the sanitizers, no tokens enough for cuBLAS, whose kernels they report.
+    ``quick`` is for the sanitizers: it has too few tokens for cuBLAS, whose kernels they would report.
     """
     weights = rng.choice(tuple(WEIGHTS))
     return DenseCase(

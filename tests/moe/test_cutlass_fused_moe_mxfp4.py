@@ -281,9 +281,10 @@ def test_duplicate_expert_of_a_token_counts_twice(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("mode", "swizzled"), [(0, True), (0, False), (1, True), (2, True)])
 def test_what_is_no_number_stays_where_it_is(mode: int, swizzled: bool, device: torch.device) -> None:
-    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none.
+    """NaN and infinity in each operand: the same outputs are NaN as in the reference, and none of other tokens or
+    experts.
 
-    Where the reference stays what it was, outputs do, to the bit.
+    Outputs whose reference did not change keep their bits.
     """
     inputs = make_moe_inputs(MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled), 30, device)
     made = moe_inputs_with_not_numbers(inputs, 31)

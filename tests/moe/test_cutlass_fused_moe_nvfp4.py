@@ -20,7 +20,7 @@ from moe_recording import RecordingModule
 from flashinfer.fused_moe import core, cutlass_fused_moe, moe_step
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.sm12x.device_class import CLASSES, DeviceClass
-from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_ENTRIES
+from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_PAIRS
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
@@ -174,7 +174,7 @@ def test_a_stream_takes_what_the_launcher_takes() -> None:
     """2 stages fit up to its K, and 1,024 pairs."""
     (stream,) = [row for row in NVFP4 if row.streamed]
     assert stream.longest_k == 3072
-    assert stream.takes(STREAM_ENTRIES, 3072, 3072) and not stream.takes(STREAM_ENTRIES + 1, 32, 32)
+    assert stream.takes(STREAM_PAIRS, 3072, 3072) and not stream.takes(STREAM_PAIRS + 1, 32, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bfloat16 input", "packed input"])

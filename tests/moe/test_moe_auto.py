@@ -32,7 +32,7 @@ def switch(top_k: int, experts: int, device: DeviceClass = GB10) -> int:
 
 
 def arguments(tokens: int, mode: int, **changes: Any) -> dict[str, Any]:
-    """Without global scales, which W4A16 has none of."""
+    """A call's arguments. W4A16 takes no global scales, so the other modes get scales of 1."""
     case = MoECase(tokens, 64, 32, EXPERTS, TOP_K, mode, **changes)
     given = make_moe_inputs(dataclasses.replace(case, global_scales=False), tokens).arguments()
     if mode != Mode.W4A16:

@@ -23,7 +23,7 @@ from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, In
 
 
 def numbers(tactics: Iterable[int]) -> list[int]:
-    """As ``profile_ids`` has them."""
+    """The tactics' numbers, in the form of ``profile_ids``."""
     return [-1 if tactic == -1 else INSTANCES[tactic].number for tactic in tactics]
 
 
@@ -43,7 +43,8 @@ def test_one_function_under_all_names() -> None:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_a_launch_gets_the_planners_tactics_and_tensors_as_they_are(mode: int, module: RecordingModule) -> None:
-    """No copies: only weights and scales are seen as bytes. That each is in its place the virtual SM121 shows."""
+    """No tensor is copied; weights and scales are only viewed as bytes. Tests on the virtual SM121 check their
+    places."""
     arguments = layer_arguments(mode)
     result = flashinfer.cutlass_fused_moe(**arguments, enable_pdl=False)
     flashinfer.cutlass_fused_moe(**arguments, enable_pdl=True)

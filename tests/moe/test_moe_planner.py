@@ -13,7 +13,7 @@ from perfmodel import gb10, moe, step
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceClass
-from flashinfer.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance
+from flashinfer.sm12x.instances import INSTANCES, STREAM_PAIRS, Format, Instance
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
@@ -49,9 +49,7 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
     for tokens in [*range(1, 256), *range(256, 8192, 16)]:
         rows = tokens * top_k
         chosen = sm12x_planner.choose(activation, rows, experts, HOPPER, (2880, 2880)).instance
-        costs = {
-            kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= STREAM_ENTRIES
-        }
+        costs = {kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= STREAM_PAIRS}
         assert costs[chosen.streamed, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
 
 

@@ -25,7 +25,7 @@ def layer(device: torch.device, case: MoECase, seed: int) -> dict[str, Any]:
 
 
 def random_logits(device: torch.device, tokens: int, experts: int, seed: int) -> torch.Tensor:
-    """With ties, both infinities and NaN."""
+    """Random logits with ties, both infinities and NaN."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, experts, generator=generator).bfloat16().float()

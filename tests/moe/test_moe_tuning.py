@@ -220,7 +220,7 @@ def test_a_call_of_many_tokens_finds_and_leaves_the_tactics_of_few(
     """
     cache = tmp_path / "tactics.json"
     lines = logged(monkeypatch)
-    few, many = caller(module), caller(module, num_tokens=instances.STREAM_ENTRIES)
+    few, many = caller(module), caller(module, num_tokens=instances.STREAM_PAIRS)
     profiler.times = {(1, STREAMED): 0.5}
     default, _ = many()
     with autotune(True, cache=str(cache)):

@@ -148,7 +148,7 @@ def test_a_file_holds_names_and_one_that_is_gone_is_told_and_not_used(
 def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(
     call: Call, restart: Callable[[], None], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """In a process, and by a file in another one."""
+    """This holds within a process, and through a cache file in another one."""
     kinds = range(len(KINDS[request.node.callspec.params["call"]]))
 
     def tuned_kinds() -> list[int]:

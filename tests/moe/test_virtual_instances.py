@@ -25,7 +25,7 @@ from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     GEMM_INSTANCES,
-    IN_KERNEL_ENTRIES,
+    IN_KERNEL_PAIRS,
     INSTANCES,
     MAIN_MODULE,
     NVFP4,
@@ -49,8 +49,8 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-# Keeping a clock for each thread takes three times as long: each kind of kernel has it in some of its tests, those that are
-# marked so. In all of them with this variable, which is too long for every change.
+# The race watcher keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
+# some for each kind of kernel. With this variable all tests do, which is too slow for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
 STREAMED = [instance for instance in INSTANCES if instance.streamed]
@@ -106,7 +106,7 @@ def layer_launch(device: VirtualDevice) -> Any:
 
 def assert_instance(launch: Any, instance: Instance) -> None:
     """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one token
-    tile, words of K, warps."""
+    tile, K blocks, warps."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
     if instance.streamed:
         sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
@@ -151,8 +151,8 @@ def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
 def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
-    """In one of its forms the input makes long rounds; the others differ in how rows and scales are fetched, and their last
-    word of scales has two blocks instead of three or one."""
+    """One form of input has a long K. The others differ in how rows and scales are fetched, and their last word of
+    scales has two blocks instead of three or one."""
     case = layer(instance, mode, swizzled_input_sf=swizzled)
     if mode != 0 or not swizzled:
         case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=320, inter=192)
@@ -254,7 +254,7 @@ def test_a_shard_without_any_row_is_zeros(device, mode, instance):
 
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
-@pytest.mark.parametrize("tokens", [37, IN_KERNEL_ENTRIES + 9], ids=["routed by the kernels", "routed by the prologue"])
+@pytest.mark.parametrize("tokens", [37, IN_KERNEL_PAIRS + 9], ids=["routed by the kernels", "routed by the prologue"])
 def test_every_token_on_one_expert(device, mode, tokens):
     case = MoECase(tokens, 352, INTER, 8, 1, mode, routing="one_expert", swizzled_input_sf=False)
     inputs = check_moe(device, case, 303)
@@ -265,7 +265,7 @@ def test_every_token_on_one_expert(device, mode, tokens):
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
 def test_more_pairs_than_the_kernels_route(device, mode):
     """To more experts than a warp has lanes: several warps add up how many rows each has."""
-    case = MoECase(IN_KERNEL_ENTRIES // 2 + 2, 160, 96, 40, 2, mode)
+    case = MoECase(IN_KERNEL_PAIRS // 2 + 2, 160, 96, 40, 2, mode)
     check_moe(device, case, 304, [(SIXTEEN_BIT if mode == 2 else EIGHT_BIT)[0].index] * 2)
 
 
@@ -320,8 +320,8 @@ def stream_modes() -> list[Any]:
     ]
 
 
-# K of 1, 2 and 4 groups of warps; of whole words and with one, two and three blocks of 32 in the last, of which linear scales
-# of tokens have less than a word; of few and of many units for each block.
+# K of 1, 2 and 4 groups of warps; of whole K blocks, and with one, two and three scale blocks in the last, whose linear scales
+# of tokens are no whole word; of few and of many units for each block.
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -347,7 +347,7 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     assert_instance(layer_launch(device), instance)
 
 
-# K beyond 3,072: of whole words and with one to three blocks of 32 in the last, where a stage's tail holds partial sums;
+# K beyond 3,072: of whole K blocks, and with one to three scale blocks in the last, where a stage's tail holds partial sums;
 # beside a short K that two and four groups of warps share.
 @pytest.mark.parametrize("sizes", [(4096, 64), (3104, 192), (4576, 32), (64, 4608), (96, 3168)], ids=str)
 @pytest.mark.parametrize(("instance", "mode"), [each for each in stream_modes() if each.values[0] in LONG])
@@ -416,13 +416,13 @@ def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, toke
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
     tiles = [min(16, count - first) for count in rows for first in range(0, count, 16)]
     assert min(tiles) <= 8 < max(tiles), rows
-    # Eight MMAs a step for each word of 128 that a warp takes: FC1's slabs have 8 outputs, FC2's 16. Three words of K are two
-    # warps, two words one. The rehearsal is a step of one slab for each warp of a block that has one in FC1.
-    words = instance.k_tile // 128
-    slab = 8 * words * (inter // 8 * 2 + hidden // 16 * 1)
+    # Eight MMAs a step for each K block that a warp takes: FC1's slabs have 8 outputs, FC2's 16. Three K blocks are two
+    # warps, two are one. The warm-up is a step of one slab for each warp of a block that has one in FC1.
+    k_blocks = instance.k_tile // 128
+    slab = 8 * k_blocks * (inter // 8 * 2 + hidden // 16 * 1)
     launch = layer_launch(device)
-    rehearsal = launch.grid[0] * 8 * words * (4 * 2)
-    assert launch.counters.by_class["mma"] == rehearsal + slab * sum(2 if tile > 8 else 1 for tile in tiles)
+    warm_up = launch.grid[0] * 8 * k_blocks * (4 * 2)
+    assert launch.counters.by_class["mma"] == warm_up + slab * sum(2 if tile > 8 else 1 for tile in tiles)
 
 
 @pytest.mark.races

@@ -30,7 +30,7 @@ from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_ro
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_ENTRIES, index_of
+from flashinfer.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_PAIRS, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -179,7 +179,7 @@ def at_limits() -> list[Any]:
     """
     found = []
     for (mode, names), top_k in itertools.product(OF_MODES.items(), (1, 4)):
-        most = STREAM_ENTRIES // top_k
+        most = STREAM_PAIRS // top_k
         for name, tokens, sizes in itertools.product(names, (140, most, most + 1), ((32, 96), (96, 32))):
             if INSTANCES[index_of(name)].takes(tokens * top_k, *sizes):
                 case = MoECase(tokens, *sizes, 128 if top_k == 4 else 3, top_k, mode, biases=False)
@@ -265,8 +265,8 @@ def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     assert not out.isnan().any()
 
 
-# The prologue would prepare the first tokens, and zero their outputs, for minutes. What it leaves out is 0 here: a token's
-# count of slots that are served elsewhere.
+# The prologue would take minutes to prepare all tokens and zero their outputs. It may skip them here, because the
+# counts of slots served elsewhere, which it would write, are 0.
 FEW_PREPARED: Changes = ((LAUNCHER, "prologue.num_tokens = s.num_tokens;", "prologue.num_tokens = 1;"),)
 LAUNCH_FC1 = "  if (const cudaError_t error = a.fc1_instance->fc1("
 ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),)

@@ -71,7 +71,8 @@ def test_a_shard_without_rows_does_not_outrun_its_prologue(device: VirtualDevice
 
 @pytest.mark.parametrize("kind", ["streamed mxfp8", "streamed bf16"])
 def test_blocks_that_wait_for_each_other_are_launched_together(device: VirtualDevice, kind: str) -> None:
-    """Without the attribute a GPU may start some of them only when others have ended, which never happens."""
+    """Without a cooperative launch a GPU may start some blocks only after others have ended, and these would wait
+    forever."""
     tactic, mode = KINDS[kind]
     run_moe(device, make_moe_inputs(MoECase(2, 160, 96, 4, 2, mode), 730), mode, [tactic, tactic])
     found = {"streamed_layer_kernel" in launch.kernel: launch.cooperative for launch in device.launches}

@@ -40,7 +40,8 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_one_launch_chooses_and_computes(
     device: VirtualDevice, tokens: int, experts: int, top_k: int, mode: int
 ) -> None:
-    """As two operators do; the counters' second use behind the first; another rank's experts; padding."""
+    """The result equals that of two operators. Also covers the counters' second use, another rank's experts, and
+    padding."""
     ranks = 2 if experts == 128 else 1
     case = MoECase(tokens, 96, 64, experts, top_k, mode=mode, ep_size=ranks, ep_rank=ranks - 1)
     arguments = layer(CPU, case, tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a probe as they run on a GPU: kernels on the virtual SM121, torch's clocks and graphs given.
 
-What the parts tell and what the doctor's checks read must be the same facts.
+The parts must tell exactly the facts that the doctor's checks read.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ MODULES = {
     for path in sorted((REPO / package).rglob("*.py"))
 }
 
-# Folders and modules from the ground up; each may import what stands above it in this list, and nothing below. What
-# upstream has as one package with ours in it, jit, is one place.
+# Folders and modules from the ground up; each may import those above it in this list, and none below. Upstream's
+# package jit, with ours in it, is one place.
 ORDER = """
 flashinfer._version
 flashinfer._layer
@@ -84,7 +84,8 @@ def test_no_circle_among_the_imports() -> None:
 
 
 def place(module: str) -> int:
-    """Where in :data:`ORDER` a module stands: by the longest name there that is its own or that of a package around it."""
+    """The place of a module in :data:`ORDER`, by the longest name there that is the module's or an enclosing
+    package's."""
     names = [name for name in ORDER if module == name or (name != "flashinfer" and module.startswith(f"{name}."))]
     return ORDER.index(max(names, key=len))
 

@@ -72,10 +72,11 @@ def test_the_list_can_be_applied() -> None:
 
 
 def test_every_test_of_the_lists_can_be_collected() -> None:
-    """Parameters included, under the plugin that empties the instance tables: else the baseline fails when its day comes.
+    """Parameters included, under the plugin that empties the instance tables; otherwise a later baseline run would
+    fail.
 
-    What ``make test`` leaves out is there as well, else a test with a new name would be back in it. And the page names the
-    changes all of whose tests it leaves out.
+    Tests that ``make test`` leaves out are checked as well, because a renamed test would be back in it. And the page
+    must name the changes all of whose tests ``make test`` leaves out.
     """
     mutations = mutate.read_list(REPO / mutate.LIST)
     tests = {test for mutation in mutations for test in mutation.tests} | set(slow_tests.LONG)

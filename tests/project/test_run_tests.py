@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests each of the three processes of ``make test`` gets."""
+"""The tests that each of the three processes of ``make test`` gets."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_make_prints_nothing_of_its_own(target: str, words: str, tmp_path: Path)
     python.chmod(0o755)
     done = [word for what in ("compiler", "env", "emulator") for word in ("-o", what)]
     command = ["make", *done, target, f"VENV={tmp_path}", f"PYTEST_ARGS={HOST_FILE} -x", "TEST_JOBS=2"]
-    # Under "make test" this make would say which folder it enters.
+    # If "make test" runs this test, these variables would have the inner make print the folder that it enters.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
     }

@@ -277,7 +277,8 @@ def test_a_bad_list_of_architectures_is_said_in_a_line(command: str) -> None:
 
 
 def test_the_doctor_comes_before_all_that_may_be_broken(tmp_path: Path) -> None:
-    """As ``python -m flashinfer sm12x-doctor``, with no wheel to import and variables that end an import."""
+    """``python -m flashinfer sm12x-doctor`` works even without the wheel, and with variables that make an import
+    fail."""
     (tmp_path / "flashinfer").symlink_to(REPO / "flashinfer")
     done = run("-S", "-m", "flashinfer", "sm12x-doctor", PYTHONPATH=str(tmp_path), FLASHINFER_CUDA_ARCH_LIST="x")
     assert "Traceback" not in done.stdout + done.stderr

@@ -94,7 +94,7 @@ def wide(t: torch.Tensor) -> torch.Tensor:
 
 
 def apart(t: torch.Tensor, dimension: int, elements: int = 4) -> torch.Tensor:
-    """That many elements more, by default 8 bytes, from one index of a dimension to the next."""
+    """A copy with a stride of ``dimension`` that is larger by ``elements``, by default 8 bytes."""
     strides = list(t.stride())
     strides[: dimension + 1] = [stride + elements for stride in strides[: dimension + 1]]
     return t.new_empty(t.shape[0] * strides[0] + t.numel()).as_strided(t.shape, strides)
@@ -107,7 +107,7 @@ def ends(*rows: int) -> torch.Tensor:
 EITHER = (TypeError, ValueError)
 BAD_LAYOUTS = ("swizzled", 7, 2.5, [0], SfLayout.layout_8x4)
 OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
-# For the other calls the CPU's words are those of a GPU (test_virtual_contract.py), or a GPU's call is upstream's.
+# For the other calls CPU and GPU give the same errors (test_virtual_contract.py), or upstream serves the call on a GPU.
 ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, NVFP4", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
 # The change: a value, or how it is made of the right one. Without another type the error is a ValueError.
 # Here the MoE operator's, in the modes of a flag each.

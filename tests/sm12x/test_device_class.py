@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class a GPU is of, by its compute capability."""
+"""The class of a GPU, by its compute capability."""
 
 from __future__ import annotations
 

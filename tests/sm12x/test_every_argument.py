@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each argument of each public operator, wrong in each way: an error that names it, what it is and what it may be.
 
-On the CPU. ``test_virtual_contract.py`` holds the kernels to the same words.
+These tests run on the CPU. ``test_virtual_contract.py`` checks that the kernels' errors have the same words.
 """
 
 from __future__ import annotations

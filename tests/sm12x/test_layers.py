@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,9 +25,20 @@ from operator_calls import (
 )
 
 from flashinfer.decode import DecodeAttentionLayer
-from flashinfer.fused_moe import SM12xMoELayer, moe_step
+from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_validation
 from flashinfer.gemm import DenseLayer
 from flashinfer.sm12x.checks import Unchanged
+
+
+def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` that forgets all experts before each call, as if it saw them for the first time."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        sm12x_validation._remembered.clear()
+        return function(*arguments, **named)
+
+    return run
 
 
 class Layer(NamedTuple):
@@ -36,7 +50,8 @@ class Layer(NamedTuple):
 
     @property
     def function(self) -> Callable[..., Any]:
-        return moe_step if self.made is SM12xMoELayer else OPERATORS[self.operator][0]
+        """The function that the method stands for; it checks everything in each call."""
+        return _afresh(moe_step) if self.made is SM12xMoELayer else OPERATORS[self.operator][0]
 
     def make(self) -> Arguments:
         """The arguments of a right call."""
@@ -92,7 +107,7 @@ LAYERS = {
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outcomes have the same error, or the same bits."""
-    # A MoE layer that is made knows no input: of the two W4A8 modes, whose scales are the same, it names the first.
+    # A MoE layer has no input when it is made. The two W4A8 modes take the same scales, and its error names the first.
     kinds = [
         (kind, text.replace("HALF_INPUT takes the 4", "MXFP8_INPUT takes the 4")) for kind, text, _ in (one, other)
     ]
@@ -121,7 +136,8 @@ def test_smoke() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
 def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
-    """With each argument wrong in each way; ``reused``: those of a call, of one object that saw all calls before."""
+    """Each argument is wrong in each way. ``reused``: only arguments of a call change, and one object gets all
+    calls."""
     layer = LAYERS[name]
     own = layer.make()
     same = layer.of(own) if reused else layer.once()
@@ -235,6 +251,86 @@ def test_a_layer_is_checked_when_it_is_made_and_when_it_changed(
         assert len(checked) == number, place
 
 
+MOE = ["MoE 0", "MoE 1", "MoE 2"]
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_function_that_knows_its_experts_says_and_computes_the_same(name: str) -> None:
+    """Each argument is wrong in each way, while the others are the same objects as in a valid call."""
+    function, make = OPERATORS[name]
+    own, different, tried, refused = make(), [], 0, 0
+    for named, what, change in changes(function, make):
+        arguments = make()
+        before = dict(arguments)
+        change(arguments)
+        beside = {key: own[key] if key in own and value is before[key] else value for key, value in arguments.items()}
+        for key in own.keys() & before.keys():
+            if isinstance(own[key], torch.Tensor):
+                own[key].copy_(before[key])
+        expected = outcome(_afresh(function), arguments)
+        assert not outcome(function, own)[0]
+        got = outcome(function, beside)
+        tried, refused = tried + 1, refused + bool(expected[0])
+        if not _alike(expected, got):
+            different.append((named, what, expected[:2], got[:2]))
+    assert not different, "\n".join(map(str, different))
+    assert 10 < refused < tried
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_function_checks_experts_once_and_when_something_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    original = sm12x_validation._check_parameters
+    monkeypatch.setattr(sm12x_validation, "_check_parameters", lambda *given: checked.append(given) or original(*given))
+    arguments = OPERATORS[name][1]()
+    sm12x_validation._remembered.clear()
+    for _ in range(3):
+        cutlass_fused_moe(**arguments)
+    assert len(checked) == 1
+    kept = LAYERS[f"SM12xMoELayer, {name}"].kept(arguments)
+    for number, place in enumerate(places(kept), start=2):
+        tensor = get_tensor(arguments, place)
+        tensor.data = tensor.data.clone()
+        for _ in range(3):
+            cutlass_fused_moe(**arguments)
+        assert len(checked) == number, place
+    with pytest.raises(TypeError, match=r"^ep_size is 1\.0"):
+        cutlass_fused_moe(**{**arguments, "ep_size": 1.0})  # equal to 1, and no integer
+    moved = {**arguments, "fc1_expert_biases": arguments["fc2_expert_biases"]}
+    with pytest.raises(ValueError, match=r"^fc1_expert_biases is"):
+        cutlass_fused_moe(**moved)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_function_that_knows_its_experts_writes_over_no_argument(name: str) -> None:
+    function, make = OPERATORS[name]
+    arguments = make() | {"output": None, "workspace_buffer": None}
+    assert not outcome(function, arguments)[0]
+    for place in places(arguments):
+        memory = get_tensor(arguments, place).view(torch.uint8).flatten()
+        kind, text, _ = outcome(function, {**arguments, "workspace_buffer": memory})
+        assert (kind, text.split(";")[0]) == ("ValueError", f"workspace_buffer overlaps {place[0]}"), place
+
+
+def test_a_function_keeps_no_experts_alive() -> None:
+    arguments = OPERATORS["MoE 2"][1]()
+    cutlass_fused_moe(**arguments)
+    known = [weakref.ref(get_tensor(arguments, place)) for place in places(arguments)]
+    del arguments
+    gc.collect()
+    assert known
+    assert not any(each() is not None for each in known)
+
+
+def test_a_function_remembers_a_bounded_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm12x_validation, "_MOST_REMEMBERED", 3)
+    sm12x_validation._remembered.clear()
+    layers = [OPERATORS["MoE 2"][1]() for _ in range(5)]
+    for arguments in layers:
+        cutlass_fused_moe(**arguments)
+        assert len(sm12x_validation._remembered) <= 3
+
+
 def test_tokens_of_a_reused_layer_may_not_lie_in_its_cache() -> None:
     layer = LAYERS["DecodeAttentionLayer"]
     arguments = layer.make()
@@ -259,11 +355,19 @@ def test_each_fact_of_a_tensor_is_known() -> None:
     for what, changed in facts.items():
         tensor = torch.nn.Parameter(square.detach(), requires_grad=False)
         unchanged = Unchanged(None, tensor)
-        assert unchanged.holds()
+        assert unchanged.holds(None, tensor)
         tensor.data = changed()
-        assert not unchanged.holds(), what
+        assert not unchanged.holds(None, tensor), what
         tensor.data = square
-        assert unchanged.holds(), what
+        assert unchanged.holds(None, tensor), what
+
+
+def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    unchanged = Unchanged(None, first)
+    for others in ((None, second), (None, first.view(4)), (first, None), (first, first), (None,), (None, first, None)):
+        assert not unchanged.holds(*others)
+    assert unchanged.holds(None, first)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -38,7 +38,7 @@ def bytes_of(tensor: torch.Tensor) -> set[int]:
 
 
 def spans(layout: Layout) -> bool:
-    """Whether each stride is at least what those of smaller ones span."""
+    """Whether each stride is at least the span of the dimensions with smaller strides."""
     span = 1
     for stride, extent in sorted(zip(*reversed(layout), strict=True)):
         if extent > 1:
@@ -113,7 +113,7 @@ WRITTEN = {"out": ("same",), "kept": ()}
 
 
 def extent_of(tensor: torch.Tensor) -> range:
-    """From the first byte to the one behind the last."""
+    """Addresses from a tensor's first byte to its last."""
     used = bytes_of(tensor)
     return range(min(used), max(used) + 1) if used else range(0)
 

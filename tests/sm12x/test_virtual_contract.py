@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contract for all operators: what the CPU backend refuses the kernels refuse, in the same words, and the other way round.
+"""One contract for all operators: the CPU backend and the kernels refuse the same calls in the same words.
 
-A call runs on the CPU and on the virtual SM121, in memory of its own. What both take must give alike results.
+A call runs on the CPU and on the virtual SM121, each in memory of its own. If both take it, their results must agree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands one half of whose rows, columns or blocks is much larger than the other, on the virtual SM121.
 
-The half is that whose number has a bit set, or clear: for bits 0 to 2 lanes of an MMA, for bit 3 its two groups of rows, then
-the two MMAs of a warp, and warps; along K the blocks of a scale word, and words. What a kernel asks of a group and not of each
-row, as whether all scales are small enough to be multiplied while weights are expanded, differs then between groups.
+A half is all indices that have a certain bit set, or clear. Bits 0 to 2 divide an MMA's lanes, bit 3 its two groups of
+rows, higher bits the two MMAs of a warp, and warps; along K they divide the blocks of a scale word, and words. A kernel
+decides some things per group and not per row, for example whether all scales are small enough to be multiplied while
+weights are expanded. Such decisions then differ between groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels where blocks see each other's writes late, and the layer on workspaces with what earlier calls left in them.
+"""Kernels whose blocks see each other's writes late, and the layer on workspaces that earlier calls have used.
 
-In the emulator's weak-memory mode, what a block writes reaches other blocks only where the program orders it for them, or
-earlier as a seed has it. The kernels are silent and right there; with a fault in how blocks hand over results, they are not.
+In the emulator's weak-memory mode other blocks see a block's writes only when the program orders them, or earlier at
+random by a seed. The kernels are correct there and no watcher reports; a planted fault in how blocks hand over results
+is noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ SEEDS = (1, 2, 3)
 # Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
 SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
 RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
-# Without the fences alone, the arrival is still a release; relaxed alone, the fence before it makes it one.
+# Each fault takes two changes: without its fence the arrival is still a release, and a relaxed one is ordered by the
+# fence.
 FAULTS_OF_STREAMED = {
     "relaxed arrivals": {"red.release.gpu.global.add.u32": RELAXED_ARRIVAL, "membar.gl;": "", "fence.acq_rel.gpu;": ""},
     "arrivals at block scope": {
@@ -210,8 +212,8 @@ def test_more_arrivals_than_blocks_stop_the_layer() -> None:
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 @KINDS
 def test_one_workspace_for_calls_of_all_shapes(streamed: bool, mode: Mode) -> None:
-    """Counters lie elsewhere for each shape, where the call before left what it liked. With ``discard``, what a call left is
-    random besides, and reading one byte of it is a report.
+    """Each shape has its counters in another place, where the call before left arbitrary data. ``discard`` makes that
+    data random, and a watcher reports any read of it.
     """
     tactics = tactics_of(mode, streamed)
     shapes = [(9, 256, 128, 4, 2), (2, 512, 96, 3, 1), (9, 256, 128, 4, 2)]

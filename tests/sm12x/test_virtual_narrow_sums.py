@@ -89,7 +89,7 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
 
 
 def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
-    """As above."""
+    """A dense layer's outputs with Hopper's sums for 8-bit MMAs, and its inputs: no negative operands, scales of 1."""
     inputs = make_dense_inputs(DenseCase(5, 48 * 128, 2048, row.weights, row.operand, out_dtype=torch.float32), 93)
     tokens, weight, scales = inputs.arguments
     for operand in (tokens, weight):

@@ -26,12 +26,12 @@ from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
-    IN_KERNEL_ENTRIES,
+    IN_KERNEL_PAIRS,
     INSTANCES,
     MAIN_MODULE,
     MAX_EXPERTS,
     NVFP4,
-    STREAM_ENTRIES,
+    STREAM_PAIRS,
     Format,
     Instance,
 )
@@ -116,7 +116,7 @@ def test_tokens_at_which_the_planner_changes_a_layers_tactic(device: VirtualDevi
 def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: Instance) -> None:
     """Few experts for the many, so that each has several tiles; many for the few."""
     numbers = compared_with()
-    assert {32, IN_KERNEL_ENTRIES, STREAM_ENTRIES} <= numbers, numbers
+    assert {32, IN_KERNEL_PAIRS, STREAM_PAIRS} <= numbers, numbers
     for pairs in around(numbers):
         case = MoECase(pairs, HIDDEN, INTER, 5 if pairs > 64 else 40, 1, mode_of(row))
         check(device, case, row.index if row.takes(pairs, HIDDEN, INTER) else None, pairs)
@@ -137,7 +137,7 @@ def test_experts_around_the_lanes_of_a_warp(device: VirtualDevice, row: Instance
 
 
 def operands(form: str) -> list[Format]:
-    """As what GEMMs multiply tokens beside such weights."""
+    """The types in which GEMMs multiply tokens by such weights."""
     return sorted({row.operand for row in DENSE_INSTANCES if row.weights == form and not row.streamed})
 
 
@@ -174,7 +174,7 @@ def test_tokens_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice,
 
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_tokens_at_which_the_weights_are_dequantized(device: VirtualDevice, form: str) -> None:
-    """On the CPU here, in whose place a GPU has cuBLAS; and many tiles of a GEMM in front of it."""
+    """Beyond the switch the CPU computes here, where a GPU would use cuBLAS; below it a GEMM runs many tiles."""
     n, k = 8, 32
     switches = changes_of(lambda m: choose(form, m, n, k) is None, range(1, 5000))
     assert len(switches) == 1
@@ -200,6 +200,6 @@ def test_k_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice, form
 def test_a_stream_ends_where_its_table_says(row: Instance) -> None:
     """The table tells which sizes an instance takes: by pairs and by K."""
     longest = row.longest_k
-    assert row.takes(STREAM_ENTRIES, longest, 32)
-    assert row.takes(STREAM_ENTRIES + 1, 32, 32) == (not row.streamed)
+    assert row.takes(STREAM_PAIRS, longest, 32)
+    assert row.takes(STREAM_PAIRS + 1, 32, 32) == (not row.streamed)
     assert not row.streamed or (not row.takes(1, longest + 32, 32) and not row.takes(1, 32, longest + 32))

@@ -49,7 +49,7 @@ def test_power_of_two_is_exact_over_its_range() -> None:
 
 
 def test_round_to_e4m3_equals_nearest_of_all_values() -> None:
-    """Against a search through all finite e4m3 values, ties to the even code."""
+    """Compared with a search through all finite e4m3 values, ties to the even code."""
     codes = torch.arange(127, dtype=torch.uint8)
     table = codes.view(torch.float8_e4m3fn).double()
     generator = _seeded(0)

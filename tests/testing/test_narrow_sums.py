@@ -150,7 +150,8 @@ def test_subnormal_elements_count_with_their_formats_exponent() -> None:
 
 
 def test_it_is_not_loose_by_orders() -> None:
-    """At a layer's K the worst case is a few percent of a typical result at an SM120's width, a few times that at Hopper's."""
+    """At a layer's K the bound stays below a share of a typical result: 10 % at an SM120's width, and the shares below
+    for Hopper's and a B200's."""
     x, w = operands("normal", 2880, 1, "mxfp8")
     exact = (x.values @ w.values.T).abs().mean()
     for bits, most in ((HOPPER, 12.0), (SM120, 0.1), (B200, 0.003)):

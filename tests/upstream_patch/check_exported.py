@@ -48,7 +48,7 @@ compile_upstream, run_watched = _PROGRAMS.compile_upstream, _PROGRAMS.run_watche
 
 @pytest.fixture(scope="session")
 def wheel(upstream_tree: Path) -> Path:
-    """Where those programs find upstream's headers: in the work tree."""
+    """The folder in which those programs find upstream's headers: the work tree's."""
     return upstream_tree / "flashinfer" / "data"
 
 
@@ -114,7 +114,8 @@ PASSING = {"group-gemm": 8, "moe": 12}
 @needs_checkout
 @pytest.mark.parametrize("topic", UPSTREAMS)
 def test_upstreams_own_tests(merged, on_the_virtual_gpu, topic):
-    """With cublas-headers merged: upstream's quantization modules, which they call, do not build here without it."""
+    """They pass with cublas-headers merged; without it upstream's quantization modules, which they call, do not build
+    here."""
     done = on_the_virtual_gpu(
         merged, *UPSTREAMS[topic], VIRTUAL_GPU_BACKEND="sm12x", VIRTUAL_GPU_PTX_ONLY="1",
         VIRTUAL_GPU_INSTANCES="mxfp8_m8_k128 mxfp8_m8_k256 stream_mxfp8_as_bf16_m8",

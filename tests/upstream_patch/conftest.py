@@ -66,7 +66,7 @@ def merged(exported: tuple[Path, list[export.Exported]]) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def jit_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where upstream's JIT builds."""
+    """The folder in which upstream's JIT builds."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin (``-p virtual_gpu``) for an exported tree: its torch-style tests run on the virtual SM121.
 
-For the process, ``"cuda"`` is the CPU's memory, on which the virtual GPU works: torch's functions are given the CPU
-where they ask for a CUDA device, upstream's question for a compute capability is answered 12.1, and what a JIT module's
-function is called with becomes the device's memory for that call. Of this fork only ``emulator/python`` is on the path.
+In this process ``"cuda"`` means the CPU's memory, on which the virtual GPU works. torch's functions get the CPU in
+place of a CUDA device, upstream is told compute capability 12.1, and the tensors of a call to a JIT module become the
+device's memory for that call. Only ``emulator/python`` of this fork is on the path.
 """
 
 from __future__ import annotations

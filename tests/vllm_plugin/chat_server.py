@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own server with an engine that decodes nothing: what chat clients are tried against.
+"""vLLM's own server with an engine that decodes nothing, to test chat clients against.
 
-Run as a program, in place of ``vllm serve``. From the command line to the engine's door, and from tokens to the
-answer, all is vLLM's: parser, routes, Harmony, detokenizer, metrics. The engine says what gpt-oss would: an analysis
-and an answer, or a call of the first function that it was offered, whose result it then repeats. PREFILL and DECODE
-are seconds that it takes for a token.
+Run as a program, in place of ``vllm serve``. All but the engine is vLLM's: parser, routes, Harmony, detokenizer,
+metrics. The engine gives answers like gpt-oss's: an analysis and an answer, or a call of the first function that it was
+offered, whose result it then repeats. PREFILL and DECODE are the seconds that it takes for a token.
 """
 
 from __future__ import annotations

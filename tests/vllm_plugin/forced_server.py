@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own server, with a model that vLLM loaded and the plugin quantized, on CPU tensors and without vLLM's engine.
 
-Run as a program, in place of ``vllm serve``, for ``scripts/compare_answers.py``. Parser, routes, checks of a request, the
-model's layers and weights, and what becomes of log probabilities are vLLM's. In place of the engine core, which needs a GPU,
-each request's tokens go through the model at once, as forced decode steps or as a prompt. FAULT: ``tokens`` writes others
-than it was given.
+Run as a program, in place of ``vllm serve``, for ``scripts/compare_answers.py``. Parser, routes, checks of requests,
+the model's layers and weights, and the handling of log probabilities are vLLM's. The engine core, which needs a GPU, is
+replaced: each request's tokens go through the model at once, as forced decode steps or as a prompt. FAULT: ``tokens``
+writes other tokens than it was given.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gpt-oss that is loaded and answers where vLLM's authors renamed something: run in a process of its own. Where the experts
-are vLLM's, which have no kernel for CPU tensors, it is built.
+"""Loads a gpt-oss and has it answer with a vLLM in which names have changed; run in a process of its own. If the
+experts are vLLM's, which have no kernel for CPU tensors, the model is only built.
 
     python moved_vllm.py FOLDER '["old_name", ...]' [WORDS OF VLLM'S COMMAND LINE]
 
-Every word ``old_name`` in vLLM's sources is read as ``old_name_moved``, so vLLM itself is whole. ``old_name:text`` puts a
-text in its place. The last line is what became of the parts, as JSON.
+Every word ``old_name`` in vLLM's sources is read as ``old_name_moved``, so vLLM itself stays consistent.
+``old_name:text`` puts a text in its place. The last line printed is the state of the plugin's parts, as JSON.
 """
 
 from __future__ import annotations

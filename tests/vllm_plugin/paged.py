@@ -138,5 +138,5 @@ class Paged:
         ):
             get_forward_context().additional_kwargs["batch"] = batch
             hidden = self.model(ids, batch.positions(rows))
-            # With what a drafting model would take, if asked for.
+            # A model that also returns hidden states for a drafting model returns a tuple.
             return self.model.compute_logits(hidden[0] if isinstance(hidden, tuple) else hidden).float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a ``vllm serve`` command line to a loaded model, by vLLM's own code, in this process and without a server."""
+"""Loads a model from a ``vllm serve`` command line by vLLM's own code, in this process and without a server."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 def test_two_servers_one_after_the_other_and_the_models_own_divergence(checkpoint_folder, text, tmp_path, monkeypatch):
-    """With all tokens of the vocabulary the printed KL is the true one; decode and prefill are the same here."""
+    """``--top`` covers the whole vocabulary, so the printed KL is the true one; decode and prefill agree here."""
     path, windows = text
     words = [str(checkpoint_folder), "--ways", f"{REFERENCE};{OTHER}", "--text", str(path), "--streams", "1,2"]
     words += ["--prompt", str(PROMPT), "--decode", str(DECODE), "--top", str(VOCABULARY), "--out", str(tmp_path)]

@@ -69,7 +69,7 @@ def test_a_contact_that_is_gone_is_named(monkeypatch, part, contact):
 
 
 def rename_in_class(monkeypatch: Any, cls: type, name: str) -> None:
-    """As if the authors called a field, or what methods assign to ``self``, otherwise."""
+    """Simulate another name for a field, or for an attribute that methods assign to ``self``."""
     for base in cls.__mro__:
         annotations = vars(base).get("__annotations__", {})
         if name in annotations:
@@ -113,7 +113,7 @@ NOT_PROBED = {"vllm.platforms.current_platform"}  # asked before anything, and w
 
 
 def test_all_that_the_plugin_imports_of_vllm_is_in_the_table():
-    """By what it is, since a name may be imported from where vLLM exports it."""
+    """Objects are compared, not names, because a name may be imported from a module that reexports it."""
     known = set()
     for _, contact in EVERY:
         module = importlib.import_module(contact.module)

@@ -191,7 +191,8 @@ def windows(steps: Paged, rows: int = 0) -> tuple[torch.Tensor, list[Batch]]:
 
 @pytest.mark.parametrize("kinds", DENSE[:2], ids=["bf16", "quantized"])
 def test_windows_that_verify_a_draft_are_the_executors(loaded, log, kinds, monkeypatch):
-    """As near vLLM's layers as one token a step is; what rows and sequences of padding hold changes nothing."""
+    """The executor runs these steps, as close to vLLM's layers as with one token per step; padding rows and sequences
+    have no effect."""
     config, model = loaded({"moe": "mxfp4-a16", **kinds}, *DRAFT)
     assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "default")
     steps = Paged(config, model)
@@ -200,7 +201,8 @@ def test_windows_that_verify_a_draft_are_the_executors(loaded, log, kinds, monke
     caches = [layer.kv_cache.clone() for layer in steps.layers.values()]
 
     def as_replayed(batch: Batch, _: int) -> dict[str, Any]:
-        """Of four sequences, as a graph was captured; the last two have length 0 and the null page when it is replayed."""
+        """Metadata of a graph that was captured with four sequences; the last two have length 0 and the null page in a
+        replay."""
         if batch.new[0] != WINDOW:
             return metadata(batch, len(batch.new))
         four = metadata(Batch([WINDOW] * 4, [*batch.lengths, WINDOW, WINDOW], [*batch.pages, [1], [1]]), 4)

@@ -101,7 +101,7 @@ def test_other_models_keep_vllms_share(tmp_path, spark, log):
 
 
 def test_a_load_ends_before_the_host_does(checkpoint_folder, spark):
-    """At the sample that is below the floor, by vLLM's own loader; what a share would be is no matter."""
+    """vLLM's own loader stops at the first sample below the floor, whatever the share."""
     spark[:] = [100 * GIB, 90 * GIB, numbers.HEADROOM, numbers.HEADROOM - 1]
     config = serve(checkpoint_folder, {}, "--gpu-memory-utilization", "0.5")
     with (

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``vllm serve``'s command line to logits of a whole small gpt-oss, by vLLM's own code, on CPU tensors.
+"""Logits of a whole small gpt-oss from ``vllm serve``'s command line, by vLLM's own code, on CPU tensors.
 
-The reference is transformers' model of the dequantized weights in float32. How far bf16 arithmetic takes that same
-model from
-it is the scale of what may differ: vLLM keeps activations in bf16 too, and rounds at other places.
+The reference is transformers' model of the dequantized weights in float32. Its distance from the same model in bf16
+arithmetic sets the scale of allowed differences: vLLM keeps activations in bf16, too, and rounds in other places.
 """
 
 from __future__ import annotations
@@ -287,8 +286,8 @@ def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(chec
     with served.parallel_groups(config):
         model = served.load_model(config)
         model.set_aux_hidden_state_layers((0, 1, 2))
-        # As vLLM's proposers load it; the module of their set_model_tag wants operators of CUDA's,
-        # and so does Llama's activation.
+        # Load it as vLLM's proposers do. The module of their set_model_tag needs CUDA's operators, as does Llama's
+        # activation.
         monkeypatch.setitem(sys.modules, "vllm.compilation.backends", SimpleNamespace(model_tag="eagle_head"))
         monkeypatch.setattr(torch.ops._C, "silu_and_mul", None, raising=False)
         drafter = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
@@ -318,7 +317,7 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 
 @pytest.mark.parametrize("capability", ["12.1", "9.0"])
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
-    """With what Hopper's planner may choose besides, which a request would wait for."""
+    """On Hopper also the other modules that its planner may choose, so that no request waits for a build."""
     from flashinfer.fused_moe import sm12x_launch
     from flashinfer.sm12x.device_class import class_of
     from flashinfer.sm12x.instances import HOPPER, INSTANCES, is_alone
@@ -585,7 +584,7 @@ def test_attentions_row_names_its_kernels(monkeypatch):
 
 
 def test_a_forward_pass_under_both_autotuners(checkpoint_folder):
-    """As vLLM's warm-up enters them."""
+    """vLLM's warm-up enters them in this way."""
     import flashinfer
 
     config = serve(checkpoint_folder, {})

@@ -82,7 +82,7 @@ def built(door: str, **options: Any) -> Any:
 
 
 def load(layer: Any, config: Any, door: str, experts: list[dict[str, Expert]]) -> None:
-    """As vLLM loads and prepares the experts, by the names of such a checkpoint."""
+    """Load and prepare the experts as vLLM does, by the names of such a checkpoint."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     parameters = {key.split(".")[-1]: parameter for key, parameter in layer.named_parameters()}

@@ -54,7 +54,7 @@ def method_of(layer: Any) -> Any:
 
 
 def load(layer: Any, config: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """As vLLM loads and prepares the experts."""
+    """Load and prepare the experts as vLLM does."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     parameters = dict(layer.named_parameters())

@@ -137,7 +137,8 @@ def test_scripts_say_in_a_line_that_there_is_no_gpu(line):
 
 
 def test_verify_gpus_attention_reference_is_the_models():
-    """That of ``tests/vllm_plugin`` is written apart from it, after the model's definition."""
+    """The reference of ``tests/vllm_plugin``, with which it is compared, was written independently from the model's
+    definition."""
     import types
 
     import reference_attention

@@ -171,7 +171,7 @@ def test_sglangs_experts_are_within_the_references_bound(sglang_modules):
     assert layer.w13_weight.shape == (EXPERTS, 2 * 128, 256 // 2)
 
     run, calls = experts_call()
-    # As _apply_sm120_cutlass fills it; what it leaves out is None there.
+    # _apply_sm120_cutlass fills these fields; those that it leaves out are None.
     left_out = ("w13_humming_residual_scale", "w2_humming_residual_scale", "humming_fc2_act_scale")
     quant_info = Named(
         w13_weight=layer.w13_weight,

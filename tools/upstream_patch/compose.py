@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What topics hold of the fork: definitions of its Python, its C++ at other paths."""
+"""The parts of the fork that topics take: definitions of its Python, and its C++ at other paths."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .tree import FORK, ExportError
 _TAKE = re.compile(r"^# take (\S+): (.+)$", re.MULTILINE)
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
 _LEFT_OUT = re.compile(r'(?:\n// [^\n]*)*\n#include "([^"]+)"$', re.MULTILINE)
-# Folders that upstream's and this fork's compilers look into.
+# Folders in which upstream's and this fork's compilers look for headers.
 _INCLUDE_DIRS = ("include", "csrc")
-# Parts of bindings that no operator upstream calls: their includes are left out, with what they alone need.
+# Parts of bindings that no operator calls upstream: their includes are left out, and headers that only they need.
 LEFT_OUT = ("csrc/sm12x_register_instance_binding.h", "csrc/dense_mx_sm12x_rows_binding.inl")
 # In templates: what a source is when the fork's build engine makes a library of it alone, and what it is otherwise.
 _ALONE = re.compile(r"{% if alone %}\n.*?{% endif %}\n", re.DOTALL)
@@ -76,7 +76,7 @@ def definitions(source: str, names: Iterable[str]) -> str:
 
 
 def is_text(node: ast.AST | None) -> TypeGuard[ast.Expr]:
-    """Whether a statement is a string and nothing else, which documents something."""
+    """Whether a statement is a bare string, a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -94,11 +94,11 @@ def cxx_files(roots: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, s
     """C++ sources with the headers that they include, directly or not, ready for upstream's tree.
 
     Args:
-        roots: From paths in the fork to paths in upstream's tree.
-        moved: The same of headers that other topics bring, where the paths differ.
+        roots: Path in the fork -> path in upstream's tree.
+        moved: The same for headers that other topics bring, if the paths differ.
 
     Returns:
-        From paths in upstream's tree to texts; an include of a file that has moved names its new place.
+        Path in upstream's tree -> text; an include of a file that has moved names its new place.
     """
     places, wanted, files = {**moved, **roots}, list(roots), {}
     for path in wanted:

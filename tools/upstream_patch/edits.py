@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of files, upstream's above all: each says where it goes, and how what stands there was when it was written.
+"""Edits of files, mostly upstream's. Each names its place, and the text that was there when the edit was written.
 
 An ``edits.txt`` holds places, and the changes of each::
 
@@ -9,9 +9,9 @@ An ``edits.txt`` holds places, and the changes of each::
     --- after ANCHOR                        (before, replace) the one line of the place that begins so, blanks aside
     --- replace ANCHOR --> LAST             from that line to the next one that begins with LAST
 
-Behind a change stand its lines, indented as they are to be. The text of a place is checked by hash (``-``: the anchor alone
-tells) in the commit onto which topics go, so that a definition that upstream moved or changed is named before anything is
-written.
+A change's lines follow it, with their final indentation. The text of a place is checked by hash in the commit onto
+which topics go (``-``: only the anchor is checked), so that a definition that upstream moved or changed is named before
+anything is written.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ HASH_DIGITS = 12
 
 
 def text_hash(text: str) -> str:
-    """Of a text, whatever its indentation and the blanks at the ends of its lines."""
+    """The hash of a text; its indentation and trailing blanks do not count."""
     lines = [line.rstrip() for line in textwrap.dedent(text).strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:HASH_DIGITS]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an edit goes.
+    """The place of an edit.
 
     Attributes:
         file: Path in upstream's tree.
         definition: Qualified name of a function or class of a Python module (``CompilationContext.__init__``);
             decorators belong to it. Empty: the module itself, or no Python.
-        first: Without ``definition``: how the first line begins.
-        lines: Without ``definition``: how many lines.
-        sha: Hash of the text (:func:`text_hash`). Empty: the anchor alone tells, as in a list of registrations.
+        first: The beginning of the first line, if there is no ``definition``.
+        lines: The number of lines, if there is no ``definition``.
+        sha: Hash of the text (:func:`text_hash`). Empty: only the anchor is checked, as in a list of registrations.
     """
 
     file: str
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The place in words, for messages."""
         return f"{self.file}: {self.definition or self.first.strip() or 'the file'}"
 
 
@@ -67,11 +67,11 @@ class Edit:
     """One change.
 
     Attributes:
-        place: Where.
-        anchor: How the one line of the place begins, blanks aside, at which the change is made.
-        text: New lines, indented as they are to stand; definitions that it takes of the fork are formatted.
-        how: ``before`` or ``after`` the anchor's line, or in its stead.
-        through: Of ``replace``: how the last line begins that goes too; the anchor's own when empty.
+        place: The place to change.
+        anchor: The beginning, without leading blanks, of the one line of the place at which the change is made.
+        text: New lines with their final indentation; definitions that it takes from the fork are formatted.
+        how: ``before`` or ``after`` the anchor's line, or ``replace`` to put the text in its place.
+        through: For ``replace``, the beginning of the last line that is replaced; empty: the anchor's line.
     """
 
     place: Place
@@ -101,8 +101,8 @@ def read(text: str) -> list[Edit]:
 
 
 def definition_lines(source: str, name: str) -> tuple[int, int] | None:
-    """Index of the first line (of the decorators) and of the one behind the last, of the definition called ``name``;
-    None without one."""
+    """Index of the first line (of the decorators) and one past the last line of the definition called ``name``; None if
+    there is none."""
     body: Sequence[ast.stmt] = ast.parse(source).body
     bounds = None
     for part in name.split("."):
@@ -117,7 +117,7 @@ def definition_lines(source: str, name: str) -> tuple[int, int] | None:
 
 
 def _bounds(place: Place, source: str) -> tuple[int, int] | str:
-    """Index of the first line of a place and of the one behind its last; or what is the matter."""
+    """Index of the first line of a place and one past its last line; or the problem, in words."""
     if place.definition:
         return definition_lines(source, place.definition) or "is not there any more"
     lines = source.splitlines()
@@ -132,7 +132,8 @@ def _not_once(count: int) -> str:
 
 
 def mismatch(place: Place, files: Files) -> str:
-    """How the base commit's text at ``place`` differs from what the edit was written for; empty when it does not."""
+    """The difference of the base commit's text at ``place`` from the text that the edit was written for; empty if
+    none."""
     source = files.original(place.file)
     if source is None:
         made = files.text(place.file) is not None  # by this topic or one in front of it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topics onto a tree: everything is checked first, then each becomes a branch with one commit."""
+"""Exports topics to a tree: checks everything first, then makes each topic a branch with one commit."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .topics import TOPICS, Topic
 from .tree import ExportError, Files, base_of, commit, git, lay_out_wheel, work_tree
 
 BRANCH = "sm12x/"
-# Of what is committed upstream, folders of which the wheel has the files.
+# Folders of upstream's repository whose files are also in the wheel.
 IN_WHEEL = ("flashinfer/", "csrc/", "include/")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What becomes of a topic.
+    """The export of a topic.
 
     Attributes:
         new: Files that it adds.
-        edited: Files that it changes, of upstream's.
-        left_out: Files that it would change, were they there: benchmarks and documentation, which the wheel has not.
-        state: The texts that it and those in front of it change, before they are formatted.
+        edited: Files of upstream's that it changes.
+        left_out: Files that it would change but that are not there: benchmarks and documentation are not in the wheel.
+        state: The texts that this topic and its predecessors change, before they are formatted.
     """
 
     topic: Topic
@@ -42,7 +42,7 @@ class Exported:
 
 
 def with_predecessors(names: Sequence[str]) -> list[Topic]:
-    """The topics called ``names`` (all, if none is) and those that they come behind, in the order of the list.
+    """The topics called ``names`` (all, if none is named) and their predecessors, in the order of the list.
 
     Raises:
         ExportError: there is no such topic; the message lists them.
@@ -113,7 +113,7 @@ def export(folder: Path, names: Sequence[str] = (), base: str = "HEAD") -> list[
 
 
 def _checked(chosen: Sequence[Topic], folder: Path, revision: str) -> list[Exported]:
-    """What becomes of each topic. Everything that is wrong is said at once."""
+    """The export of each topic; one error reports all mismatches at once."""
     wrong: list[str] = []
     fit = [""]
     done: dict[str, Exported] = {}
@@ -138,7 +138,7 @@ def _checked(chosen: Sequence[Topic], folder: Path, revision: str) -> list[Expor
 
 
 def _write(each: Exported, tree: Path) -> None:
-    # What a predecessor wrote and formatted stays, unless this topic has it otherwise.
+    # Files that a predecessor wrote and formatted stay as they are, unless this topic changes them.
     own = [*each.new, *each.edited]
     for path in own:
         file = tree / path

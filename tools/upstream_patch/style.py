@@ -67,7 +67,7 @@ def wrapped(text: str) -> str:
     strings = _docstring_lines(text)
 
     def prefix(numbered: tuple[int, str]) -> str | int:
-        """What stands in front of each line of a paragraph; of a line that is no prose its number."""
+        """The common prefix of a paragraph's lines; for a line that is not prose, its number."""
         index, line = numbered
         match = re.match(r"\s*" if index in strings else r"\s*# (?=\S)", line)
         return index if match is None or line.strip() in ("", '"""') else match[0]

@@ -15,15 +15,15 @@ TEXT = Path(__file__).parent / "text"
 
 @dataclass(frozen=True)
 class Topic:
-    """One pull request: a branch with one commit, of what ``text/NAME`` holds and some C++ of the fork's.
+    """One pull request: a branch with one commit, made from ``text/NAME`` and some of the fork's C++.
 
-    ``message.txt`` is the commit's message, ``edits.txt`` its changes of files of upstream's, of topics in front of
-    this one, or of its own; every other file there is new, at its path in upstream's tree.
+    ``message.txt`` is the commit's message. ``edits.txt`` changes files of upstream, of earlier topics, or of this one.
+    Every other file of the folder is new, at its path in upstream's tree.
 
     Attributes:
-        name: Of the branch, behind ``sm12x/``.
+        name: The branch's name after ``sm12x/``.
         after: The topic whose branch it starts from; empty: upstream's own.
-        cxx: From paths of C++ sources in the fork to paths in upstream's tree; their headers come along.
+        cxx: Path of a C++ source in the fork -> path in upstream's tree; their headers come along.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Topic:
 
     @property
     def message(self) -> str:
-        """The commit's."""
+        """The commit's message."""
         return (TEXT / self.name / "message.txt").read_text(encoding="utf-8")
 
     @property

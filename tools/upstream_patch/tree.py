@@ -15,7 +15,7 @@ from flashinfer._version import UPSTREAM_DISTRIBUTION, UPSTREAM_VERSION
 
 FORK = Path(__file__).resolve().parents[2]
 
-# Where a source tree has what the wheel keeps in flashinfer/data. Headers of others are submodules there: links here.
+# Places in a source tree of the wheel's flashinfer/data. Third-party headers are submodules there, and links here.
 _SOURCES = ("csrc", "include")
 _SUBMODULES = {"cutlass": "3rdparty/cutlass", "spdlog": "3rdparty/spdlog", "cccl": "3rdparty/cccl"}
 # Made by an editable install of upstream's, and ignored by its git.
@@ -27,7 +27,7 @@ class ExportError(RuntimeError):
 
 
 def lay_out_wheel(folder: Path) -> None:
-    """Make ``folder`` upstream's source tree, as far as the wheel has it, with one commit.
+    """Make ``folder`` upstream's source tree with one commit, as far as the wheel has its files.
 
     The wheel has no tests, benchmarks or docs, and no configuration of formatters. CUTLASS, spdlog and CCCL, which are
     submodules upstream, are links into the wheel, as is ``flashinfer/data`` into the tree: an editable install of
@@ -53,10 +53,10 @@ def lay_out_wheel(folder: Path) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What ``git`` prints in ``folder``.
+    """Run ``git`` in ``folder`` and return its output.
 
     Raises:
-        ExportError: it failed; the message has what it said.
+        ExportError: it failed; the message has its error.
     """
     done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:

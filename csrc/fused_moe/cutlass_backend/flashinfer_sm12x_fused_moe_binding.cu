@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what
-// is checked here again is only what would otherwise read or write out of bounds.
+// TVM-FFI bindings of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); this
+// file only repeats checks that prevent reads and writes out of bounds.
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "sm12x_binding_utils.h"
 #include "sm12x_register_instance_binding.h"
@@ -112,7 +112,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.input_sf = data_or_null<const uint8_t>(input_sf);
   TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
       << "MXFP8 input needs its scales (input_sf)";
-  // Copied in words; linear rows that are no whole words, byte by byte.
+  // Kernels copy scale words; the prologue copies linear rows that are not whole words byte by byte.
   const bool whole_words = swizzled_input_sf || a.shape.hidden / kScaleBlock % kScaleChunkBlocks == 0;
   TVM_FFI_CHECK(!whole_words || reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
       << "input_sf must start at a multiple of 4 bytes";

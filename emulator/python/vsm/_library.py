@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the compiled libraries are, and how they come to be there."""
+"""Finds the compiled libraries, and builds them if need be."""
 
 from __future__ import annotations
 

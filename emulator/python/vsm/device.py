@@ -15,7 +15,7 @@ from .results import Launch
 
 
 class Watch(enum.IntFlag):
-    """What is watched beside the accesses' bounds and alignment, which always are."""
+    """Flags for what a launch watches; bounds and alignment of accesses are always checked."""
 
     NONE = 0
     UNINITIALIZED = 1  # reads of shared and allocated memory that nothing wrote
@@ -26,11 +26,12 @@ class Watch(enum.IntFlag):
     DISTINCT = 8  # count distinct global sectors
     ARRIVALS = 16  # arrivals and releases without the fence that GB10 needs before them; the PTX ISA asks for none
     DEFAULT = UNINITIALIZED | FENCES | DISTINCT
-    ALL = UNINITIALIZED | RACES | FENCES | DISTINCT  # that the PTX ISA gives reason for: without ARRIVALS
+    ALL = UNINITIALIZED | RACES | FENCES | DISTINCT  # all that the PTX ISA justifies, so without ARRIVALS
 
 
 ACCUMULATION_KINDS = ("bf16", "f16", "tf32", "f8", "mxf8f6f4", "mxf4")
-"""Kinds of ``mma`` by what they multiply; ``f8`` is e4m3, e5m2 and ``kind::f8f6f4``, ``mxf4`` is ``kind::mxf4nvf4``, too."""
+"""Kinds of ``mma`` by their operands; ``f8`` covers e4m3, e5m2 and ``kind::f8f6f4``; ``mxf4`` covers
+``kind::mxf4nvf4``."""
 
 
 def accumulation_widths(bits: int | Mapping[str, int]) -> Any:
@@ -158,8 +159,8 @@ class Device:
         return ctypes.string_at(address, size)
 
     def discard(self, address: int, size: int) -> None:
-        """Of allocated memory: whatever lies there, a kernel must not read it before something writes it. For a
-        workspace that is handed over again, with what an earlier call left in it.
+        """Mark allocated memory as uninitialized: a kernel that reads it before it is written is reported. For a
+        workspace that is handed over again and holds an earlier call's data.
         """
         self._library.vsm_discard(self._handle, address, size)
 
@@ -242,23 +243,23 @@ class Kernel:
         stream: int = 0,
         weak_memory: int = 0,
     ) -> Launch:
-        """Run it to its end; what goes wrong is in the result.
+        """Run it to its end; the result holds any failure and the watchers' findings.
 
         Args:
             grid, block: One to three dimensions.
             params: The parameter buffer, see :func:`pack`.
             dynamic_shared: Bytes; granted as if ``cudaFuncSetAttribute`` had been called with them.
-            registers: Per thread; 0 leaves the register file unchecked.
-            watch: What is watched.
+            registers: Registers per thread; 0 leaves the register file unchecked.
+            watch: The watchers to run.
             max_reports: Findings kept of each kind.
-            max_warp_instructions: Bound of the launch; 0 takes the device's default.
-            programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
+            max_warp_instructions: The most warp instructions of the launch; 0 takes the device's default.
+            programmatic: Use programmatic stream serialization: on a GPU it could start before the launch ahead ends.
             cooperative: All blocks are resident at once; a grid that is too large for that is refused.
             accumulation_bits: Fraction bits that ``mma`` keeps of its sums, of all kinds or by name
                 (:data:`ACCUMULATION_KINDS`); 0: exact sums.
-            stream: Any number; launches of the same one are ordered.
-            weak_memory: A seed. Other blocks see what a block writes only once something orders it for them, or earlier at
-                random, and what they read without order is reported. One host thread runs the launch. 0: they see it at once.
+            stream: Any number; launches with the same number are ordered.
+            weak_memory: A seed. Other blocks see a block's writes when the program orders them, or earlier at random,
+                and unordered reads are reported. One host thread runs the launch. 0: writes are visible at once.
         """
         library = self._device._library
         config = _LaunchStruct(

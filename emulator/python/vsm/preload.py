@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``LD_PRELOAD`` must name so that this Python's torch runs on the virtual GPU: ``python -m vsm.preload``.
+"""``python -m vsm.preload`` prints the library that ``LD_PRELOAD`` must name for torch to run on the virtual GPU.
 
 A torch that brings CUDA loads its runtime when it is imported, before :func:`~vsm.runtime.activate_runtime` can put the
 shim in its place. Prints nothing for a torch without CUDA.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch says about itself."""
+"""The results of a launch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Report:
     """One finding of a watcher.
 
     Attributes:
-        kind: Such as ``"out of bounds"``.
+        kind: The kind of finding, for example ``"out of bounds"``.
         kernel: The kernel's mangled name.
-        line: Of the PTX text, from 1.
-        instruction: That line.
+        line: The line of the PTX text, from 1.
+        instruction: The text of that line.
         block: The block's index.
-        warp, lane: -1 where the whole block or the whole warp is meant.
-        address: What was accessed.
+        warp, lane: -1 if the whole block or the whole warp is meant.
+        address: The address of the access.
         space: ``"global"``, ``"shared"``, ... or empty.
-        text: What happened, in one sentence.
+        text: The event, in one sentence.
         summary: All of it in one line.
     """
 
@@ -88,11 +88,11 @@ class Launch:
         kernel: Mangled name.
         status: ``"ok"``, ``"refused"``, ``"fault"``, ``"trap"``, ``"deadlock"`` or ``"step limit"``.
         message: Empty when the status is ok.
-        registers: Per thread, from the cubin; 0 if there is none.
-        blocks_per_sm: What one SM holds at a time.
+        registers: Registers per thread, from the cubin; 0 if there is none.
+        blocks_per_sm: Blocks that one SM holds at a time.
         programmatic: Launched as a programmatic dependent.
         cooperative: Launched so that all of its blocks are resident together, or not at all.
-        host_seconds: What it took here. ``predicted`` is what it would take on the GPU.
+        host_seconds: Time on this host; ``predicted`` has the time on the GPU.
     """
 
     kernel: str = ""
@@ -122,7 +122,7 @@ class Launch:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Launch:
-        """From the object that the C face writes; keys that this class does not have are an error."""
+        """Make a launch from the C interface's JSON object; keys that this class does not have are an error."""
         nested: dict[str, Any] = dict(values)
         nested["counters"] = Counters(**values.get("counters", {}))
         nested["predicted"] = Prediction(**values.get("predicted", {}))

@@ -67,11 +67,11 @@ class Runtime:
             function.restype = result
             function.argtypes = arguments
         self.initial = self.settings
-        """What the environment gave."""
+        """The settings by the environment."""
 
     @property
     def settings(self) -> Settings:
-        """What is set now."""
+        """The current settings."""
         architecture = ctypes.c_char_p()
         threads, strict, log = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         watch, bound, bits = ctypes.c_uint32(), ctypes.c_uint64(), (ctypes.c_uint8 * 6)()
@@ -93,17 +93,17 @@ class Runtime:
         log: bool | None = None,
         accumulation_bits: int | Mapping[str, int] | None = None,
     ) -> None:
-        """Change what is given, leave the rest.
+        """Change the settings that are given, and keep the others.
 
         Args:
-            architecture: ``"sm_121a"`` or ``"sm_90a"``; another one than now resets the device.
+            architecture: ``"sm_121a"`` or ``"sm_90a"``; a change resets the device.
             threads: Host threads, 0: one per core. Takes effect at the next :meth:`reset`.
-            watch: What is watched.
-            max_warp_instructions: Bound of a launch, 0: the device's default.
+            watch: The watchers to run.
+            max_warp_instructions: The most warp instructions of a launch; 0: the device's default.
             strict: A watcher's report fails its launch.
             log: Explanations of refused calls and reports go to stderr too.
             accumulation_bits: Fraction bits that ``mma`` keeps of its sums, at most 30: of all kinds, or by name
-                (``vsm.ACCUMULATION_KINDS``), those not named adding exactly, as all do at 0.
+                (``vsm.ACCUMULATION_KINDS``). 0 means exact sums, as do kinds that are not named.
 
         Raises:
             VsmError: no such architecture.
@@ -141,21 +141,21 @@ class Runtime:
             raise ValueError(f"{address:#x} is not registered")
 
     def discard(self, address: int, size: int) -> None:
-        """Of allocated memory: whatever lies there, a kernel must not read it before something writes it."""
+        """Mark allocated memory as uninitialized: a kernel that reads it before it is written is reported."""
         self._library.vsm_runtime_discard(address, size)
 
     def weak_memory(self, seed: int) -> None:
-        """Launches from now on show a block's writes to others only in the order that the program asks for, or earlier
-        where the seed has it (see the emulator's README). 0: at once."""
+        """In launches from now on, other blocks see a block's writes only when the program orders them, or earlier at
+        random by the seed (see the emulator's README). 0: at once."""
         self._library.vsm_runtime_weak_memory(seed)
 
     def late_copies(self, rounds: int) -> None:
-        """In launches from now on one asynchronous copy in 50 lands so many scheduler rounds later. 0: none."""
+        """In launches from now on, one asynchronous copy in 50 lands this many scheduler rounds late. 0: none."""
         self._library.vsm_runtime_late_copies(rounds)
 
     def plant(self, replacements: Mapping[str, str]) -> None:
-        """Read all PTX anew with the values in place of the keys: faults that a test plants. An empty mapping reads it as
-        it is. Resets the device.
+        """Plant faults: read all PTX anew and replace each key by its value. An empty mapping reads it unchanged.
+        Resets the device.
         """
         texts = ctypes.c_char_p * len(replacements)
         original = texts(*(text.encode() for text in replacements))
@@ -164,7 +164,7 @@ class Runtime:
 
     @property
     def planted(self) -> int:
-        """How often the faults of :meth:`plant` were put into what was loaded since."""
+        """The number of faults of :meth:`plant` that were put into PTX loaded since then."""
         count: int = self._library.vsm_runtime_planted()
         return count
 

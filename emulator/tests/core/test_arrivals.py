@@ -121,6 +121,6 @@ def test_not_an_arrival(run_kernel, name):
 
 @pytest.mark.parametrize("watch", [Watch.ALL, Watch.DEFAULT])
 def test_nobody_is_told_unasked(run_kernel, watch):
-    """By the PTX ISA nothing is missing."""
+    """Without the watcher there is no report, because the PTX ISA asks for no fence."""
     for name in ("a load", "a counter of blocks"):
         assert run(run_kernel, PAIRS[name][0], watch).clean

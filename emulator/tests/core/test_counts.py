@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which counters of a launch repeat exactly, with one host thread and with several."""
+"""The counters of a launch that repeat exactly, with one host thread and with several."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front end refuses, and that it says where; random and mutated text."""
+"""Texts that the front end refuses, with the place of the error; random and mutated text."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_a_block_that_polls_leaves_the_others_their_time(run_kernel):
 
 
 def test_a_copy_takes_its_time(run_kernel):
-    """What a bulk copy brings is not there when the instruction has been issued, and looking for it is reported."""
+    """A bulk copy's data is not there when the instruction has been issued, and reading it then is reported."""
     body = (
         ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; "
         + INIT.replace("COUNT", "1")

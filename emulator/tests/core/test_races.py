@@ -38,7 +38,7 @@ FENCE = "fence.acq_rel.cta;"
 VOLATILE_PUT, VOLATILE_GET = PUT.replace("st", "st.volatile", 1), GET.replace("ld", "ld.volatile", 1)
 VOLATILE_SEND, VOLATILE_RECEIVE = "st.volatile.shared.u32 [flag], 1;", "ld.volatile.shared.u32 %r6, [flag];"
 
-# What is wrong, what its report says, the faulty body, the corrected one.
+# The fault, a text of its report, the faulty body, the corrected body.
 CASES = {
     "lanes exchange without bar.warp.sync": ("load of a byte that lane 31 of the same warp wrote", PUT + GET, PUT + SYNC + GET),
     "shfl.sync orders no memory": (

@@ -51,7 +51,7 @@ FAULTS = [
     ("deadlock", "(phase 2", INIT + ARRIVE + ARRIVE + "bar.sync 0;\n" + WAIT, INIT + ARRIVE + WAIT + "bar.sync 0;" + ARRIVE),
     ("deadlock", "wait for barrier", "setp.lt.u32 %q, %r0, 32; @%q bra E; bar.sync 1, 64; E:", "bar.sync 1, 64;"),
     ("undefined behaviour", "was not waited for", INIT + LOAD.format(expect=256), INIT + LOAD.format(expect=256) + WAIT),
-    # Whether they have landed by then or not.
+    # Ending without a wait is reported whether or not the copies have landed by then.
     ("undefined behaviour", "the thread ended without waiting", COPY.format(to=0), COPY.format(to=0) + "cp.async.wait_group 0;"),
     ("undefined behaviour", "the thread ended without", COPY.format(to=0) + LANDS, COPY.format(to=0) + LANDS + "cp.async.wait_all;"),
     ("undefined behaviour", "the thread ended without", COPY.format(to=0) + COPY.format(to=256) + "cp.async.wait_group 1;",

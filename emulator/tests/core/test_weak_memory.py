@@ -122,7 +122,7 @@ def test_what_is_ordered_is_seen(run, _, body, expected, seed):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_not_ordered_is_loud(run, fault):
-    """With every seed it is reported, with most it is wrong; without the mode nobody sees it."""
+    """Every seed reports the fault, and most give a wrong result; without the weak-memory mode it stays hidden."""
     expected = SUMMED if "sums" in fault else EXCHANGED
     wrong = 0
     for seed in SEEDS:
@@ -166,7 +166,7 @@ def test_two_blocks_write_the_same_bytes(run):
 
 
 def test_a_block_sees_its_own_writes(run):
-    """Behind its own barrier; also bytes of one word that several threads wrote."""
+    """After its own barrier it sees them, even bytes of one word that several threads wrote."""
     body = f""".reg .b16 %h; {PUT} bar.sync 0; xor.b32 %r6, %r2, 63; mul.wide.u32 %w4, %r6, 4; add.u64 %w4, %w0, %w4;
 ld.global.u32 %r5, [%w4]; cvt.u16.u32 %h, %r5; cvt.u64.u32 %w5, %r2; add.u64 %w5, %w3, %w5; st.global.u8 [%w5], %h; bar.sync 0;
 cvt.u64.u32 %w5, %r6; add.u64 %w5, %w3, %w5; ld.global.u8 %r5, [%w5]; st.global.u32 [%w2], %r5;"""

@@ -165,7 +165,7 @@ class Branch:
 
 @dataclass
 class Loop:
-    """As often in every thread."""
+    """A loop with the same number of turns in every thread."""
 
     turns: int
     counter: str
@@ -465,7 +465,7 @@ class Model:
         self._check_warp(key)
 
     def _check_warp(self, key: tuple) -> None:
-        """Whether all threads of the warp that a barrier waits for are there."""
+        """Release a barrier if all threads of the warp for which it waits have arrived."""
         wanted = self._alive(key[1])
         if key[0] == "warp":
             wanted = {t for t in wanted if key[2] >> t % 32 & 1}

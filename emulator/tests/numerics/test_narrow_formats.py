@@ -229,7 +229,7 @@ def test_scale_of_the_mx_quantizer() -> None:
 
 
 def test_supported_forms() -> None:
-    """What ptxas 13.0 takes for sm_121a."""
+    """The forms are those that ptxas 13.0 takes for sm_121a."""
     for name in FORMATS:
         assert vsm.cvt_supported(name, "f32", "rn", satfinite=True)
         assert vsm.cvt_supported(name, "f32", "rn", satfinite=True, relu=True)

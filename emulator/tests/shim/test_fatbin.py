@@ -51,7 +51,7 @@ def test_resources_are_those_that_cuobjdump_shows(toolkit, tool, fatbin):
     assert len(expected) >= 7
     lines = run(tool, "dump", file)
     ours = re.findall(r"  (\S+) registers (\d+) stack (\d+) shared (\d+)", lines)
-    # What the driver reads; a kernel without a barrier has no such record.
+    # The driver reads these records; a kernel without a barrier has none.
     held = run(toolkit / "bin" / "cuobjdump", "--dump-elf", file)
     pattern = r"^\.nv\.info\.(\S+)$|EIATTR_NUM_BARRIERS\s+Format:\s+EIFMT_BVAL\s+Value:\s+0x(\w+)"
     barriers, kernel = dict.fromkeys(expected, 0), ""

@@ -334,7 +334,8 @@ def test_widths_of_sums_come_from_the_environment(text, expected):
 
 
 def test_a_channel_description_is_made_but_no_texture(runtime):
-    """The one name that returns no error code: a plain struct. What would use it is refused by name."""
+    """This is the one function that returns a plain struct and no error code. Functions that would use it are refused
+    by name."""
 
     class Description(ctypes.Structure):
         _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "z", "w", "kind")]

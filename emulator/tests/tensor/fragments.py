@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the elements of a warp's registers lie in the matrices, as the ISA's formulas say (9.7.14.5.7 to .11).
+"""The places in the matrices of the elements of a warp's registers, by the ISA's formulas (9.7.14.5.7 to .11).
 
 Kept apart from the implementation's single formula on purpose: each shape has its own, with the ISA's conditions on
 the element index ``i``.

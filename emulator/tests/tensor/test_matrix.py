@@ -144,7 +144,7 @@ def test_addresses_come_from_consecutive_lanes() -> None:
 
 
 def test_forms() -> None:
-    """What ptxas 13.0 takes for sm_121a, and what it refuses."""
+    """The forms that ptxas 13.0 takes for sm_121a, and those that it refuses."""
     assert [Matrix(num=n).registers() for n in (1, 2, 4)] == [1, 2, 4]
     assert [Matrix("m16n16", "b8", n, True).registers() for n in (1, 2)] == [2, 4]
     assert [Matrix("m16n8", "b8", n, True).registers(store=True) for n in (1, 2, 4)] == [1, 2, 4]

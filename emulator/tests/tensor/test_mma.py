@@ -108,7 +108,7 @@ def matrix(form: Mma, kind: str, registers: np.ndarray, place, shape: tuple[int,
 
 
 def round_float(x: Fraction, exponent_bits: int, mantissa_bits: int) -> float:
-    """To nearest even, subnormals and overflow included."""
+    """Round to nearest even; handles subnormals and overflow."""
     if x == 0:
         return 0.0
     least = 2 - 2 ** (exponent_bits - 1)
@@ -224,7 +224,7 @@ def test_plain(form: Mma) -> None:
     _, a, b, c = operands(form, "plain")
     d = form(a, b, c)
     expected = expected_results(form, *as_matrices(form, a, b, c))
-    # Where products do not sum exactly in 53 bits the model may differ from the exact sum by a part in 2^50.
+    # If products do not sum exactly in 53 bits, the model may differ from the exact sum by a part in 2^50.
     assert np.array_equal(results(form, d), expected)
     assert np.array_equal(form(a, b, c, in_place=True), d), "D may be C"
 

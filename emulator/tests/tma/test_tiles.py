@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The addresses of tiled copies, element by element, against the ISA's text (5.5.3, 5.5.7, 9.7.9.25.5.1).
 
-What Hopper has too is compared with an H200 bit for bit in ``tests/tensor/test_golden.py``; here are the properties,
-the swizzle tables of the ISA, and what only newer GPUs have: the packed types and the wider swizzle atoms.
+``tests/tensor/test_golden.py`` compares Hopper's features with an H200 bit for bit. Here are the properties, the ISA's
+swizzle tables, and features of newer GPUs only: packed types and wider swizzle atoms.
 """
 
 from __future__ import annotations

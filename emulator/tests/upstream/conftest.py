@@ -26,7 +26,7 @@ toolkit, shim, compile_cuda = _MODULE.toolkit, _MODULE.shim, _MODULE.compile_cud
 
 INCLUDES = ("include", "csrc", "csrc/nv_internal", "csrc/nv_internal/include", "cutlass/include",
             "cutlass/tools/util/include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust", "spdlog/include")  # fmt: skip
-# As upstream's JIT compiles them, but PTX alone: the virtual GPU executes that, and ptxas would take as long again.
+# The flags of upstream's JIT, but PTX only: the virtual GPU executes PTX, and ptxas would double the time.
 FLAGS = ("-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-w",
          "-gencode", "arch=compute_121a,code=compute_121a", "-DENABLE_BF16", "-DENABLE_FP8", "-DENABLE_FP4")  # fmt: skip
 

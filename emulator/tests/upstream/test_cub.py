@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cub's ``DeviceScan`` and ``DeviceReduce`` from the wheel's CCCL. On SM12x the scan's blocks take one another's tiles
-over with ``clusterlaunchcontrol`` and copy them with bulk copies."""
+"""cub's ``DeviceScan`` and ``DeviceReduce`` from the wheel's CCCL. On SM12x the scan's blocks take over one another's
+tiles with ``clusterlaunchcontrol`` and copy them with bulk copies."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ CASES = {
     "prefill": Case(128, 100, (Sequence(60, 60), Sequence(37, 290))),
     "prefill in parts": Case(128, 8, (Sequence(60, 60), Sequence(37, 290))),
 }
-# What the watchers find, with no effect on what is stored. Rows of a tile that have no query or no token, and slots of
-# the merge's ring that have no part, are read as they lie. Each warp stages its output with stmatrix where its lanes
-# have read before, and reads it back in other lanes, with no __syncwarp: only running in lockstep orders them.
+# The watchers' findings, which do not affect the stored results. The kernel reads tile rows without a query or token,
+# and slots of the merge's ring without a part, uninitialized. Each warp stages its output with stmatrix over memory
+# that its lanes have read, and reads it back in other lanes without __syncwarp: only lockstep execution orders these.
 KNOWN = {"uninitialized read": ("ldmatrix.", "ld.shared.v4"), "race": ("stmatrix.", "ld.shared.v4")}
 
 
@@ -61,7 +61,7 @@ def build(compile_upstream, wheel, request, tmp_path_factory):
     def program(cache: str, tile: int) -> Path:
         if (cache, tile) not in programs:
             folder = tmp_path_factory.mktemp(f"fa2_{cache}_{tile}")
-            # As upstream's generator of the module with sinks fills it in.
+            # The values are those of upstream's generator for the module with sinks.
             text = template.render(
                 variant_decl=variants["attention_sink_decl"]["fa2"], variant_name="AttentionSink",
                 dtype_q="__nv_bfloat16", dtype_kv=CACHE_TYPES[cache], dtype_o="__nv_bfloat16", idtype="int32_t",
@@ -89,7 +89,7 @@ def from_e4m3(bits: np.ndarray) -> np.ndarray:
 
 
 def draw_cache(rng: np.random.Generator, cache: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """As stored, and its values."""
+    """A random cache as it is stored, and its values."""
     if cache == "bf16":
         stored = to_bf16(rng.standard_normal(shape))
         return stored, from_bf16(stored)
@@ -101,12 +101,12 @@ def draw_cache(rng: np.random.Generator, cache: str, shape: tuple[int, ...]) -> 
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, sink: float, partial_rounding: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One query [d] over the tokens [n, d] that it sees: output [d] and how far off a kernel may be.
+    """One query [d] over the tokens [n, d] that it sees: the output [d], and a bound on a kernel's error.
 
-    A rounding to bf16 is off by 2^-8 at most, relatively. Each weight is rounded before it meets V, and in the sum
-    below the fraction, too; the output is rounded once, and so are the parts' outputs, where there are some. What is
-    float32's is small beside that: a dot product of 64 terms in a few additions, the exponent's argument, the
-    approximate functions (2^-22), sums of weights: `slack` is relative to a weight.
+    Rounding to bf16 has a relative error of 2^-8 at most. Each weight is rounded before its product with V, and also in
+    the denominator's sum; the output is rounded once, and so are partial outputs, if there are some. Errors of float32
+    are small beside these: a dot product of 64 terms in a few additions, the exponent's argument, the approximate
+    functions (2^-22), sums of weights. `slack` bounds them relative to a weight.
     """
     u = 2.0**-8
     scores = k @ q / np.sqrt(HEAD_DIM)

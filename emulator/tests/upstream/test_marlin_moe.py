@@ -18,9 +18,9 @@ from bf16 import from_bf16, to_bf16
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 EXPERTS, TOP_K, N, K = 8, 4, 512, 384
-# By tokens: the routes of a block, of which upstream takes the least number that the average expert does not nearly
-# fill, and a configuration of its list for that: the tile along N and K, threads of a thread block, blocks that an SM
-# holds. Of 8 routes it is the one that upstream takes on an SM12x, of which an SM holds the most.
+# By the number of tokens: the routes of a block (upstream takes the smallest number that the average expert does not
+# nearly fill), and one of upstream's configurations for it: tile along N, tile along K, threads of a block, blocks per
+# SM. For 8 routes it is the one that upstream takes on an SM12x, with the most blocks per SM.
 CASES = {1: (8, 128, 64, 128, 3), 16: (16, 128, 128, 256, 1), 64: (48, 256, 64, 256, 1)}
 RACE = {"race": ("st.shared.v4.f32",)}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

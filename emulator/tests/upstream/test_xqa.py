@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 HEADS, GROUP, ELEMENTS, PAGE = 2, 8, 64, 16
-# As upstream's generator compiles it for bf16, one token of a query each.
+# The flags of upstream's generator for bf16 with one query token per sequence.
 FLAGS = ("-DBEAM_WIDTH=1", "-DUSE_INPUT_KV=0", "-DUSE_CUSTOM_BARRIER=1", f"-DTOKENS_PER_PAGE={PAGE}",
          f"-DHEAD_ELEMS={ELEMENTS}", "-DINPUT_FP16=0", "-DDTYPE=__nv_bfloat16", "-DCACHE_ELEM_ENUM=0",
          f"-DHEAD_GRP_SIZE={GROUP}", "-DSLIDING_WINDOW=0", "-DLOW_PREC_OUTPUT=0", "-DSPEC_DEC=0", "-DMLA_WRAPPER=0",
@@ -82,26 +82,26 @@ LATE = {"undefined behaviour": ("cp.async.",)}
 
 @pytest.mark.parametrize(("lengths", "limit"), [((300, 256), 512), ((48,), 64)])
 def test_decode(program, decode, lengths, limit):
-    """Against float64; sequences of several blocks, whose last one combines."""
+    """Compared with float64. Sequences take several blocks, and the last block combines their results."""
     launches, worst = decode(program, lengths, limit, "fences,arrivals", LATE)
     assert max(launches[0]["grid"]) > 1
     assert worst <= 1
 
 
-# Where several blocks are combined, warps that have no block's part to fetch do so, too, and do not wait for it.
+# When several blocks are combined, warps without a block's part to fetch issue copies, too, and do not wait for them.
 @pytest.mark.parametrize(("lengths", "limit", "known"), [
     ((77,), 128, None), ((128,), 128, None), ((65, 1, 300), 512, LATE)
 ])  # fmt: skip
 def test_decode_that_waits(waiting_program, decode, lengths, limit, known):
-    """Lengths for which those copies come in time to spoil the result, were they not waited for."""
+    """At these lengths the copies would land in time to spoil the result if the kernel did not wait for them."""
     _, worst = decode(waiting_program, lengths, limit, "fences,arrivals", known)
     assert worst <= 1
 
 
 def test_late_copies_meet_the_output(program, waiting_program, decode):
-    """The output is staged where those copies go. With 65 to 128 tokens that is soon enough for K's zeros to land in it
-    here. (Another finding: lanes read by ldmatrix what other lanes' cp.async wrote, behind wait_group and no
-    __syncwarp. It changes nothing where a warp runs in lockstep.)"""
+    """The output is staged in the memory that those copies write. With 65 to 128 tokens it is staged early enough here
+    for K's zeros to land in it. (Another finding: lanes read with ldmatrix data that other lanes' cp.async wrote, after
+    wait_group but without __syncwarp. It has no effect if a warp runs in lockstep.)"""
     lanes, late = ("ldmatrix.",), "the copy's store of a byte that"
     launches, _ = decode(program, (77,), 128, "all", {"race": (*lanes, "cp.async."), **LATE})
     assert any(late in report["text"] for report in launches[0]["reports"])
@@ -111,11 +111,11 @@ def test_late_copies_meet_the_output(program, waiting_program, decode):
 
 
 def test_flag_of_the_last_block_is_overwritten(waiting_program, decode, monkeypatch):
-    """A finding: behind the block barrier each warp reads whether its block is the last one, and the first warp goes on
-    to write row maxima to the same byte."""
+    """A finding: after the block barrier each warp reads a flag that tells whether its block is the last one, and the
+    first warp goes on to write row maxima to the same byte."""
     monkeypatch.setenv("VSM_THREADS", "1")
-    # Beside it: what warps that have ended left in shared memory is overwritten (a barrier orders who comes to it), and
-    # lanes read what other lanes' cp.async wrote.
+    # Other findings: shared memory of warps that have ended is overwritten (a barrier orders only the warps that reach
+    # it), and lanes read data that other lanes' cp.async wrote.
     others = ("ldmatrix.", "stmatrix.", "ld.shared.f32", "st.shared.f32", "cp.async.")
     launches, _ = decode(waiting_program, (300,), 512, "races", {"race": ("ld.shared.u8", *others), **LATE})
     assert any(report["instruction"].startswith("ld.shared.u8") for report in launches[0]["reports"])

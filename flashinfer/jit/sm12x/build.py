@@ -10,11 +10,11 @@
     spills.json                          objects whose kernels spill registers, and how many bytes
     digests.json                         the memo of ``content_key``
     build.log                            what the last build printed
-    tmp/                                 the compilers' TMPDIR, removed behind a build
+    tmp/                                 the compilers' TMPDIR, removed after a build
 
-A file bears its name only when it is whole, and the name says what it was made from (``content_key``). So ninja compares
-nothing: it makes what is not there. A build that succeeds removes what bears other keys; a process that has loaded such a
-library keeps it.
+A file gets its name only when it is complete, and the name is a hash of its inputs (``content_key``). So ninja compares
+no file times: it makes the files that are missing. A successful build removes files of other keys; a process that has
+loaded such a library keeps it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ rule make
   command = $command
   generator = 1
 """
-"""Ninja makes again what a generator made only where it is not there, whatever the command and the times are."""
+"""``generator`` has ninja make an output only if it is missing, whatever its command and file times."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> C
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """All that is needed to build a module.
+    """Everything needed to build a module.
 
     Attributes:
         name: The module's name.
@@ -172,10 +172,10 @@ class ModulePlan:
         lock_path: The file that is locked while it is built.
         steps: Its sources.
         linker: The program that links.
-        link_flags: Its arguments behind the objects.
+        link_flags: The linker's arguments after the objects.
         job_memory: Bytes that a compiler may need.
         description: A line for the head of the log.
-        roots: Name -> folder that counts by what lies in it, not by where it is.
+        roots: Name -> folder whose content counts and whose place does not.
         read_only: The module's folder in a cache that can only be read.
     """
 
@@ -192,7 +192,8 @@ class ModulePlan:
 
     @property
     def library(self) -> Path:
-        """A link to the library that was built last, from whatever; :func:`find_library` gives the one of now."""
+        """A link to the library that was built last. It may be out of date; :func:`find_library` gives the current
+        one."""
         return self.folder / f"{self.name}.so"
 
     @property
@@ -211,11 +212,11 @@ class ModulePlan:
 
 
 class Keys:
-    """The names of what a plan makes, by the files as they are now.
+    """The content keys of a plan's objects and library, by the files as they are now.
 
     Attributes:
-        files: What the files hold.
-        sources: Name of a step -> paths and digests of all that it reads.
+        files: Digests of the files.
+        sources: Name of a step -> paths and digests of all files that it reads.
         objects: Name of a step -> its object, relative to ``obj``.
         library: The library's key.
     """
@@ -225,7 +226,7 @@ class Keys:
         self.files = Files(plan.folder / "digests.json")
         self._environment = [os.environ.get(name) for name in COMPILER_ENVIRONMENT]
         self._searched = functools.cache(self._search)
-        # By all files at once: what each source reads matters only where it is compiled.
+        # The library's key takes all files at once: the files of one source matter only if it is compiled.
         sources: dict[tuple[str, ...], list[str]] = {}
         for step in plan.steps:
             sources.setdefault(step.flags, []).append(str(step.source))
@@ -248,7 +249,7 @@ class Keys:
         }
 
     def _commands(self, step: CompileStep) -> list[Any]:
-        """What is run, and by what, whatever the files hold."""
+        """A step's command, its compilers' identities and their environment: the part of its key besides the files."""
         identities = [compiler_identity(step.compiler), compiler_identity(step.host_compiler)]
         return [self._words(step.command(str(step.source), "")), identities, self._environment]
 
@@ -303,8 +304,7 @@ def _build_lines(path: str, command: Callable[[str], Sequence[str]]) -> str:
 
 
 def find_library(plan: ModulePlan) -> Path | None:
-    """The library that a build of the files as they are now would make; None if it is not there. All that is written is
-    the memo."""
+    """The library that a build of the files as they are now would make; None if it is missing. Writes only the memo."""
     keys = Keys(plan)
     library = keys.find()
     if library is not None:
@@ -317,7 +317,7 @@ class BuildReport:
     """The result of a call of :func:`build`.
 
     Attributes:
-        library: The library, whether it was there or was made.
+        library: The library, found or built.
         compiled: Names of the objects that were compiled.
         linked: Whether the library was linked.
         cpu_seconds: CPU time of all compilers together.
@@ -395,8 +395,8 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
 def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, lock: int | None = None) -> BuildReport:
     """Make the library, if it is not there. The caller holds :func:`module_lock`.
 
-    A compiler that was killed, most likely for memory, is run again with no other beside it. What was compiled from files
-    that were edited meanwhile is compiled again. A line tells of kernels that spill registers, also where nothing was made.
+    A compiler that was killed, most likely for memory, is run again alone. Objects whose files were edited during the
+    build are compiled again. A warning names kernels that spill registers, even if nothing had to be built.
 
     Args:
         plan: The plan of the library to build.
@@ -405,7 +405,7 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
         lock: The lock's descriptor.
 
     Returns:
-        The report of what was done; nothing when the library was there.
+        The report of the build; it is empty if the library was there.
 
     Raises:
         UntrustedCacheError: another user can write to the module's folder, or has.
@@ -440,8 +440,8 @@ def _compilers_cpu() -> float:
 class _Attempt:
     """Compiles the objects of some keys that are missing, and links them.
 
-    Commands write into ``tmp``. What they made is moved to the name that its key gives it when the files are still those
-    of the key, so that a builder that is killed leaves nothing false, and its compilers, which go on, neither.
+    Commands write into ``tmp``. A result is moved to its key's name only if the files are still those of the key. So
+    neither a builder that is killed nor its compilers, which go on, leave a file under a wrong name.
 
     Attributes:
         compiled: Names of the objects that were compiled.
@@ -460,13 +460,14 @@ class _Attempt:
         return [path for path, made in self._objects.items() if not made.is_file()]
 
     def make(self) -> bool:
-        """Whether there is a library now; else a file was edited meanwhile, so that the keys are others."""
+        """Build; return whether the library is complete. False: a file was edited meanwhile, so the keys have
+        changed."""
         plan = self._plan
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a build that was killed
         for path, made in self._objects.items():
             make_folder(made.parent)
             make_folder((self._scratch / path).parent)
-            if made.is_file() and not made.stat().st_size:  # what a system that lost its power had just written
+            if made.is_file() and not made.stat().st_size:  # written just before the system lost its power
                 made.unlink()
         missing = self._missing()
         self._steps = len(missing) + 1
@@ -496,7 +497,7 @@ class _Attempt:
         return not self._edited
 
     def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
-        """Have ninja make what ``paths`` gives; once more, one by one, what is missing behind a compiler that was killed."""
+        """Have ninja make ``paths()``. If a compiler is killed, make the missing ones again, one at a time."""
         plan = self._plan
         for jobs in dict.fromkeys((self._jobs, 1)):
             left = [f"tmp/{path}" for path in paths()]
@@ -523,7 +524,7 @@ class _Attempt:
 
 
 def _spilling(plan: ModulePlan) -> dict[str, int]:
-    """``spills.json``: path of an object in ``obj`` -> bytes; empty if it is not there, or no such thing."""
+    """``spills.json``: path of an object in ``obj`` -> bytes; empty if the file is missing or damaged."""
     try:
         data = json.loads(read_file(plan.folder / "spills.json"))
     except (OSError, ValueError, RecursionError):

@@ -32,8 +32,9 @@ class CachedModule:
         target: Version and architectures that it was built for, the two folders above ``cached_ops``.
         folder: Its folder.
         bytes: Size of all files in it; links count as nothing.
-        built: When its library was made, seconds since the epoch; of a module without one, when its folder changed.
-        complete: Whether its library is there. Whether that is fresh is for ``sm12x-doctor`` and ``sm12x-build``.
+        built: Time at which its library was made, in seconds since the epoch; if it has none, the last change of its
+            folder.
+        complete: Whether its library is there. ``sm12x-doctor`` and ``sm12x-build`` tell whether it is up to date.
     """
 
     name: str
@@ -88,7 +89,7 @@ def _sizes(folder: Path) -> Iterator[int]:
 
 
 def chosen(modules: list[CachedModule], name: str | None, older_than_days: float | None) -> list[CachedModule]:
-    """Those that ``clear`` removes.
+    """The modules that ``clear`` removes.
 
     Args:
         modules: The modules that there are.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content key: the hash of all that makes an object, a library or a prebuilt wheel's library, and that names it.
+"""The content key: a hash of all inputs of an object, a library or a prebuilt wheel's library; the file is named by it.
 
-What bears a key is what a build would make now, so nothing has to be recorded about it and nothing can be out of date:
-another flag, compiler or header is another name. The files that count are the source and what its ``#include`` lines
-reach through the command's include folders. All lines count, whatever ``#if`` stands around them, and for each the file
-of that name in every folder, so that neither macros nor the order of the folders matters; but what ``"..."`` finds beside
-the file that has it is that. The system's own headers lie in none of the folders and count by the version of the host
-compiler.
+A changed flag, compiler or header changes the key and so the name. A file with the current key is therefore what a
+build would make now: no record is kept, and no file can be out of date. The hashed files are the source and the files
+that its ``#include`` lines reach through the command's include folders. All such lines count, whatever ``#if``
+surrounds them, and each counts the file of that name in every folder, so neither macros nor the order of folders
+matters. Only a name in ``"..."`` that exists beside the including file means that file alone. The system's headers lie
+in none of these folders; the host compiler's version stands for them.
 
-Reading and hashing files is saved by a memo: size, times and inode of a file as it was when it was hashed.
+A memo saves reading and hashing: it holds each file's digest with the size, times and inode that it had when hashed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .trust import read_file, write_atomically
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include(_next)?[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
 
 _YOUNG = 2.0
-"""Seconds for which a change of a file may not show in its times: a file that was changed so lately is not remembered."""
+"""Seconds within which a second change may leave a file's times as they are: the memo leaves out files younger than
+this."""
 
 
 def key_of(*facts: Any) -> str:
@@ -39,11 +40,11 @@ def key_of(*facts: Any) -> str:
 
 
 def namer(roots: Mapping[str, str]) -> Callable[[str], str]:
-    """What puts the names of folders in place of their paths in a path or a flag, so that it is the same in another checkout
-    or cache.
+    """A function that replaces folders' paths by their names in a path or a flag, so that it is the same in another
+    checkout or cache.
 
     Args:
-        roots: Name -> folder. Of folders in each other, the inner ones count.
+        roots: Name -> folder. If one folder lies in another, the inner one is replaced.
     """
     names = {folder: f"{name}:" for name, folder in roots.items()}
     inner_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
@@ -85,7 +86,7 @@ def searched_by(words: Sequence[str], start: str | Path) -> tuple[list[str], lis
 
 
 class _Seen(NamedTuple):
-    """A file as it was when it was read; ``includes``: ``"x.h`` or ``<x.h``, by the mark that the line has."""
+    """A file as it was when it was read; ``includes``: ``"x.h`` or ``<x.h``, with the opening mark of its line."""
 
     state: list[int]
     digest: str
@@ -93,7 +94,7 @@ class _Seen(NamedTuple):
 
 
 def _state(path: str) -> list[int] | None:
-    """What changes with a file's content; None if there is no regular file."""
+    """Size, times and inode, one of which changes with a file's content; None if there is no regular file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -104,7 +105,7 @@ def _state(path: str) -> list[int] | None:
 
 
 class Files:
-    """Contents of files, each as it was when it was first asked for.
+    """Digests of files, each as the file was when it was first asked for.
 
     Args:
         memo: The file of digests that are known already; it need not be there.
@@ -194,14 +195,14 @@ class Files:
         return _Seen(state, hashlib.sha256(data).hexdigest(), list(dict.fromkeys(includes)))
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Those of the paths whose files were edited since they were asked for."""
+        """The paths whose files were edited since they were asked for."""
         return [path for path in paths if not self._is_as_it_was(path)]
 
     def _is_as_it_was(self, path: str) -> bool:
         seen, now = self._seen[path], _state(path)
         if seen is None or now is None:
             return seen is None and now is None
-        # Not by its inode: some network file systems number a file anew each time.
+        # The inode does not count: some network file systems give a file another one each time.
         return seen.state[:3] == now[:3]
 
     def remember(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a compiler or the system said to an error that says what to do."""
+"""Turns a compiler's or the system's output into an error that says what to do."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ the driver; crt's headers."""
 
 
 WITHOUT_A_WORD = "it ended without a word"
-"""In place of a compiler's output where there is none and ninja, before 1.12, does not tell the exit status."""
+"""Stands for the output of a compiler that printed nothing, if ninja (before 1.12) does not tell its exit status."""
 
 KNOWN = ("12.0", "12.0a", "12.0f", "12.1", "12.1a", "12.1f")
 
@@ -100,7 +100,7 @@ def ending_signal(returncode: int, output: str) -> signal.Signals | None:
 
 
 def was_killed(returncode: int, output: str) -> bool:
-    """Whether a process of the compiler was ended by SIGKILL, as the kernel does when memory runs out."""
+    """Whether SIGKILL ended a process of the compiler; the kernel sends it when memory runs out."""
     return ending_signal(returncode, output) == signal.SIGKILL
 
 

@@ -28,8 +28,8 @@ class KernelCode:
 
     Attributes:
         name: Its name, demangled where ``c++filt`` is there.
-        architecture: Such as ``sm_121a``.
-        registers: Per thread.
+        architecture: For example ``sm_121a``.
+        registers: Registers per thread.
         stack: Bytes of local memory per thread that hold a frame; 0 without spills and local arrays.
         static_shared: Bytes of shared memory per block that the launch does not choose.
         instructions: Opcode with its modifiers -> how many there are.
@@ -43,7 +43,7 @@ class KernelCode:
     instructions: Counter[str]
 
     def count(self, pattern: str | re.Pattern[str]) -> int:
-        """How many instructions have an opcode that the pattern matches from its start."""
+        """The number of instructions whose opcode begins with a match of the pattern."""
         return sum(number for opcode, number in self.instructions.items() if re.match(pattern, opcode))
 
     @property

@@ -26,11 +26,11 @@ _logger = logging.getLogger("flashinfer.jit.sm12x")
 
 
 def parallel_jobs(job_memory: int = DEFAULT_JOB_MEMORY, max_jobs: int | None = None) -> tuple[int, str]:
-    """How many compilers a build that starts now runs at once, and what decided it.
+    """The number of compilers that a build may run at once if it starts now, and the reason in words.
 
     Args:
         job_memory: Bytes that one of them may need.
-        max_jobs: Wins over all else; then ``MAX_JOBS`` does.
+        max_jobs: The number, if given; else ``MAX_JOBS`` gives it, if set.
     """
     if max_jobs is not None:
         return max_jobs, f"{max_jobs} asked for"
@@ -60,7 +60,7 @@ def available_memory(root: Path = Path("/")) -> int:
     The kernel's ``MemAvailable``, and what the limits of this process's control groups (version 2 or 1) leave.
 
     Args:
-        root: Where ``proc`` and ``sys`` are; for tests.
+        root: The folder that holds ``proc`` and ``sys``; tests pass their own.
     """
     left = [kibibytes * 1024 for kibibytes in _numbers(root / "proc/meminfo", "MemAvailable:")]
     version_2 = "memory.max", "memory.current", "inactive_file"
@@ -68,7 +68,7 @@ def available_memory(root: Path = Path("/")) -> int:
     groups = [(group, *version_2) for group in _control_groups(root)]
     for group, limit, used, reclaimable in [*groups, (root / "sys/fs/cgroup/memory", *version_1)]:
         cached = sum(_numbers(group / "memory.stat", reclaimable))
-        # One pass, or none where there is no such group or no limit ("max").
+        # Runs once, or not at all if there is no such group or no limit ("max").
         for limit_bytes, used_bytes in zip(_numbers(group / limit), _numbers(group / used), strict=False):
             left.append(limit_bytes - max(0, used_bytes - cached))
     return max(0, min(left)) if left else DEFAULT_JOB_MEMORY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of the SM12x family: which sources, for which architectures, with which flags.
+"""The modules of the SM12x family: their sources, architectures and flags.
 
 ===============================  =================================================================
 ``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per instance of ``MAIN_MODULE``
@@ -12,8 +12,8 @@
 ``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x_doctor.probe``)
 ===============================  =================================================================
 
-Where :func:`multiplies_in_half` names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: what that kind of MMA would
-multiply, MXFP8 tokens or packed MXFP4 ones, meets weights in half-precision MMAs, with float32 sums.
+If :func:`multiplies_in_half` holds for a kind, names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: MXFP8 tokens
+(``mxf8f6f4``) or packed MXFP4 ones (``mxf4``) are then multiplied by half-precision MMAs with float32 sums.
 
 Each source holds one instance, generated from a template and the table in ``instances``, so that sources build in
 parallel and an edit of the table rebuilds what it touches.
@@ -67,32 +67,31 @@ PROBE_FILE = "sm12x_probe.json"
 """In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 20, ...}, ...}``."""
 
 MMA_KINDS = ("mxf8f6f4", "mxf4")
-"""Block-scaled MMAs: of MXFP8 tokens, and of packed MXFP4 ones, which dense GEMMs alone multiply."""
+"""Block-scaled MMAs for MXFP8 tokens, and for packed MXFP4 ones, which only dense GEMMs use."""
 
 LONGEST_K = 32768
-"""The longest K of a layer that :data:`NARROWEST_SUM` assumes: the switch is compiled in, and which K a module will see
-is not known then."""
+"""The longest K that :data:`NARROWEST_SUM` assumes: the switch is compiled in, before the K of a call is known."""
 
 BF16_ROUNDOFF = 2.0**-9
 
 
 def drift(bits: int, k: int = LONGEST_K) -> float:
-    """The loss of MMAs of MXFP8 and MXFP4 in a sum of ``k`` products of one sign, as a share of the sum.
+    """The relative error of an MXFP8 or MXFP4 MMA's sum of ``k`` products of one sign.
 
-    Products are cut to ``bits`` fraction bits below the sum so far (arXiv 2512.07004). The larger the sum, the more of
-    them reach below that, and the more each loses: half the square of ``k 2^-bits``, as the model of the adder gives it
-    for random operands. Sums of both signs lose far less (docs/kernels.md, "Sums of tensor cores").
+    The adder truncates products to ``bits`` fraction bits below the running sum (arXiv 2512.07004). As the sum grows,
+    more products have bits below that and each loses more: in total half the square of ``k 2^-bits``, by the model of
+    the adder for random operands. Sums of both signs lose far less (docs/kernels.md, "Sums of tensor cores").
     """
     return (k * 2.0**-bits) ** 2 / 2
 
 
 NARROWEST_SUM = next(bits for bits in range(64) if drift(bits) < BF16_ROUNDOFF)
-"""Fraction bits of sums with which a block-scaled MMA is used: at :data:`LONGEST_K` it loses less than rounding a result to
-bfloat16 may."""
+"""The fewest fraction bits of sums with which a block-scaled MMA is used: at :data:`LONGEST_K` it loses less than
+rounding a result to bfloat16 may."""
 
 
 def probed_sum_bits(kind: str) -> int | None:
-    """Fraction bits in which this machine's MMA of ``kind`` adds up, as a probe of it wrote them down; else None: nothing was
+    """Fraction bits of the sums of this machine's MMA of ``kind``, as a probe recorded them; None if nothing was
     probed, or the GPU has no such MMA.
 
     Raises:
@@ -115,18 +114,18 @@ def probed_sum_bits(kind: str) -> int | None:
 
 
 def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
-    """Whether a kind of block-scaled MMA is not used: its tokens meet weights in half-precision MMAs.
+    """Whether half-precision MMAs replace a kind of block-scaled MMA.
 
-    For a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`; an SM120, of which others measured 20
-    bits, is not one. In half precision blocks of 32 are summed from zero and added up in float32. The streamed layers multiply in bf16 anyway; what
-    changes are the pairs of GEMMs and the grouped GEMM, and that the planner of dense layers passes over GEMMs of that
-    kind. Read when a module is first used.
+    They do on a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`. An SM120 keeps enough: others
+    measured 20 bits. In half precision each scale block is summed from zero, and their sums are added in float32.
+    Streamed layers multiply in bf16 anyway; the switch changes pairs of GEMMs and the grouped GEMM, and has the planner
+    of dense layers pass over GEMMs of that kind. It is read when a module is first used.
 
     Args:
         kind: One of :data:`MMA_KINDS`.
 
     Raises:
-        ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
+        ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or :func:`probed_sum_bits` raises it.
     """
     asked = variables.read(HALF_MMA_VARIABLE)
     if asked is not None:
@@ -308,7 +307,7 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:
-    """Those of the architectures to compile for that the family has kernels for: 12.x and 9.0.
+    """The architectures to compile for, as far as the family has kernels for them: 12.x and 9.0.
 
     Older ones have neither bulk copies nor programmatic dependent launch.
 
@@ -418,7 +417,7 @@ def _cxx_flags() -> list[str]:
 
 
 def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> list[str]:
-    # Without -use_fast_math: the quantizers' results are part of the contract.
+    # No -use_fast_math: the quantizers promise exact results.
     flags = ["-std=c++17", *cpp_ext.get_nvcc_parallelism_flags()]
     flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
     if variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Libraries of an installed wheel of kernels, which ``tools/kernels_wheel.py`` makes, in place of a build.
 
-What the wheel puts on ``sys.path``::
+The wheel installs on ``sys.path``::
 
     flashinfer_sm12x_kernels/manifest.json            the content key of each library, and its digest
     flashinfer_sm12x_kernels/fused_moe_120-121a.so    a module, compiled for one list of architectures
 
-A library is used if its key is the one that the module has here: flags, architectures, sources, and the headers of this
-tree and of the pinned wheel are what they were. The compiler, CUDA's headers and the system's are the wheel's own affair,
-since the machine that loads it may have none of them.
+A library is used if its key equals the module's key here: flags, architectures, sources, and the headers of this tree
+and of the pinned wheel are the same. The key leaves out the compiler and the headers of CUDA and the system, since the
+machine that loads the wheel may have none of them.
 
-Owner and mode do not count here, as they do in a cache (``trust``): the package lies where Python takes its code from,
-so whoever may write there has code run without it. The digest guards against damage, not against them.
+Owner and mode are not checked as they are in a cache (``trust``): the package lies among Python's own code, and whoever
+may write there can run code anyway. The digest guards against damage, not against such a user.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT = 3
 
 
 class Spec(Protocol):
-    """What is asked of a module's JIT spec."""
+    """The part of a module's JIT spec that :func:`find` reads."""
 
     name: str
     architectures: tuple[tuple[int, str], ...]
@@ -45,7 +45,7 @@ class Spec(Protocol):
 
 
 class _Unfit(Exception):
-    """Why a library cannot be used."""
+    """A library cannot be used; the text says why."""
 
 
 def ffi_series() -> str:
@@ -54,7 +54,7 @@ def ffi_series() -> str:
 
 
 def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
-    """Such as ``12.0f 12.1a``, as ``FLASHINFER_CUDA_ARCH_LIST`` has it."""
+    """The architectures in the form of ``FLASHINFER_CUDA_ARCH_LIST``, for example ``12.0f 12.1a``."""
     return " ".join(f"{major}.{minor}" for major, minor in sorted(architectures))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of instances as built: registers, shared memory, stages and what the machine code holds."""
+"""The table of instances as built: registers, shared memory, stages and counts of machine instructions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import build as engine
 from .inspect_sass import KernelCode, inspect
 from .spec import JitSpecSm12x
 
-_STREAM_EPILOGUE_WARPS = 4  # include/flashinfer/sm12x/stream/params.h
-_RESERVED_SHARED = 1024  # by the driver in each block; counted among static shared memory
+STREAM_EPILOGUE_WARPS = 4  # kEpilogueWarps in stream/params.h
+_RESERVED_SHARED = 1024  # the driver reserves so much in each block and counts it as static shared memory
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class InstanceRow:
         tactic: Its number, as in ``profile_ids``.
         instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
-        architecture: Such as ``sm_121a``.
-        token_tile, row_tile, k_tile, stages: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
+        architecture: For example ``sm_121a``.
+        token_tile, row_tile, k_tile, stages: Columns of the table; a streamed layer's stages are a gpt-oss layer's on a
+            GB10.
         schedule: ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
             ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
-        blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
+        blocks_per_sm: Blocks that must fit an SM of a GB10 together.
         threads: Threads of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps.
-        registers: Per thread.
-        shared_bytes: Shared memory of a block, without what the driver reserves: of FC1 with 128 local experts, of a
-            streamed layer with those stages.
+        registers: Registers per thread.
+        shared_bytes: Shared memory of a block, less the driver's own: FC1's with 128 local experts, a streamed layer's
+            with the stages above.
         local_accesses: Spilled loads and stores in the machine code.
         tensor_instructions: Matrix instructions in the machine code.
         block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
@@ -82,7 +83,7 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     if instance.streamed:
-        schedule, threads = "streamed", 32 * (instance.mma_warps + _STREAM_EPILOGUE_WARPS)
+        schedule, threads = "streamed", 32 * (instance.mma_warps + STREAM_EPILOGUE_WARPS)
     else:
         schedule, threads = ("8-warp", 288) if instance.token_tile == 128 else ("multi-block", 160)
     return InstanceRow(
@@ -106,7 +107,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
 
 
 def _gemm_of(kernel: str) -> str:
-    """Which GEMM of the layer a kernel is, from the ``Role`` among its template arguments (``types.h``)."""
+    """The GEMM of the layer that a kernel computes, by the ``Role`` among its template arguments (``types.h``)."""
     if "streamed_layer_kernel" in kernel:
         return "layer"
     match = re.search(r"Role\)(\d)", kernel) or re.search(r"4RoleE(\d)", kernel)

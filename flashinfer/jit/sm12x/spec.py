@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JIT spec of a module that is built by the engine in ``build``: one of the SM12x family, or one of upstream's.
+"""The JIT spec of a module that the engine in ``build`` builds: one of the SM12x family, or one of upstream's.
 
-To the registry, the AOT entry, the command line and whoever calls ``build_and_load`` it is one of upstream's.
+The registry, the AOT entry, the command line and callers of ``build_and_load`` use it like upstream's own specs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         architectures: The targets it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
         job_memory: Bytes that a compiler may need.
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
-        runtime_dirs: Where the library will look for CUDA's runtime; where the toolkit has it when empty.
+        runtime_dirs: Folders in which the library looks for CUDA's runtime; empty: the toolkit's own.
     """
 
     has_own_engine: ClassVar[bool] = True  # core.build_jit_specs asks
@@ -144,8 +144,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return tuple(steps)
 
     def _cuda_flags(self) -> list[str]:
-        # Not upstream's build_cuda_cflags: it asks which architectures the environment names, even for a module that
-        # brings its own, and so fails where those were chosen otherwise.
+        # Not upstream's build_cuda_cflags: it reads the environment's architectures even for a module that brings its
+        # own, and fails if the environment names none.
         return [
             "$common_cflags",
             "--compiler-options=-fPIC",
@@ -181,7 +181,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @property
     def aot_artifacts(self) -> tuple[Any, ...]:
-        """None: what wheels of prebuilt modules have under such a name is upstream's, with other functions."""
+        """Empty: modules of these names in wheels of upstream's prebuilt modules are upstream's, with other
+        functions."""
         return ()
 
     def try_load(self) -> Any:
@@ -206,16 +207,16 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         max_jobs: int | None = None,
         lock: int | None = None,
     ) -> engine.BuildReport:
-        """Make the library in the cache, if it is not there, whatever is prebuilt.
+        """Make the library in the cache, if it is not there, even if a prebuilt one exists.
 
         Args:
             verbose: Show commands and compiler output; ``FLASHINFER_JIT_VERBOSE=1`` when omitted.
-            need_lock: Take the module's lock. Without it the caller holds it.
+            need_lock: Take the module's lock. False: the caller holds it.
             max_jobs: Compilers at once; chosen by the engine when omitted.
-            lock: The descriptor of a lock that the caller holds, for the compilers to hold as well.
+            lock: The descriptor of a lock that the caller holds; the compilers inherit it and hold it, too.
 
         Returns:
-            The report of what was done; nothing when the library was there.
+            The report of the build; it is empty if the library was there.
 
         Raises:
             MissingJITCacheError: ``FLASHINFER_DISABLE_JIT`` is set.

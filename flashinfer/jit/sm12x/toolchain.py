@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CUDA compiler, its headers and its libraries are.
+"""Finds the CUDA compiler, its headers and its libraries.
 
 Three kinds of toolkit are understood:
 
@@ -10,9 +10,9 @@ Three kinds of toolkit are understood:
 
 The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``'s own, ``nvcc`` on ``PATH``,
 ``/usr/local/cuda``, the wheels. The wheels come last because pip puts pieces of different releases side by side, and
-because vLLM and upstream look in the other places, in this order. What compiles nothing is passed over: a compiler
-beside headers or pieces of another release, or one that is too old. Nothing here imports the rest of FlashInfer, for
-the doctor.
+because vLLM and upstream look in the other places, in this order. A toolkit that cannot compile is passed over: its
+compiler is too old, or lies beside headers or pieces of another release. This module imports nothing else of
+FlashInfer, so that the doctor can use it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pip_command(release: str = "13.0") -> str:
 PIP_COMMAND = pip_command()
 
 DEFAULT_ROOT = Path("/usr/local/cuda")
-"""Where NVIDIA's installers put the toolkit; used when nothing else names one."""
+"""The folder in which NVIDIA's installers put the toolkit; used when nothing else names one."""
 
 _MINIMUM_VERSION = "12.8"
 """Oldest toolkit: the first with compute capability 12.0, and with the compiler's flags that modules use."""
@@ -79,11 +79,11 @@ class Toolkit:
     Attributes:
         root: The folder that ``CUDA_HOME`` would name.
         nvcc: The compiler driver; ``FLASHINFER_NVCC``, if that is set.
-        origin: How it was found, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``, ``PATH``,
+        origin: The way it was found, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``, ``PATH``,
             ``default``, ``pip``.
         include_dirs: Its own header folder first, then those of wheels that hold what it lacks.
         library_dirs: Existing folders with its libraries, in search order.
-        passed_over: Other toolkits that come before it and compile nothing, and why.
+        passed_over: Toolkits that come before it but cannot compile, with the reasons.
     """
 
     root: Path
@@ -104,7 +104,7 @@ class Toolkit:
 
     @property
     def compiler_root(self) -> Path:
-        """The toolkit that the compiler is of; another than ``root`` where a variable names the compiler alone."""
+        """The toolkit to which the compiler belongs; it differs from ``root`` if a variable names only the compiler."""
         return self.root if self.nvcc == self.root / "bin" / "nvcc" else _root_of(self.nvcc)
 
     @property
@@ -176,11 +176,12 @@ def discover(
     Args:
         environ: The environment to read; the process's own when omitted.
         wheels: Folders to search for CUDA's wheels; those on ``sys.path`` when omitted.
-        default_root: Where to look for a toolkit that nothing names; :data:`DEFAULT_ROOT` when omitted.
+        default_root: The folder to try if no variable names a toolkit; :data:`DEFAULT_ROOT` when omitted.
 
     Raises:
-        ToolchainError: ``CUDA_HOME``, ``CUDA_PATH`` or ``FLASHINFER_NVCC`` names what compiles nothing, or no toolkit is
-            left at all; a line says what disagrees, or what was looked for, and has the command that installs one.
+        ToolchainError: ``CUDA_HOME``, ``CUDA_PATH`` or ``FLASHINFER_NVCC`` names a toolkit that cannot compile, or
+            there is no toolkit; the message says what disagrees or where it looked, and gives the command that installs
+            one.
     """
     environ = os.environ if environ is None else environ
     wheels = wheel_folders() if wheels is None else wheels
@@ -252,10 +253,11 @@ def _version_for(architecture: tuple[int, str]) -> Version:
 
 
 def _why_unusable(toolkit: Toolkit, needed: Version) -> str:
-    """Why a toolkit compiles nothing; an empty text if it does.
+    """The reason why a toolkit cannot compile; empty if it can.
 
-    CUDA's headers of C++'s library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release is not that of
-    ``CUDART_VERSION``. Upstream's modules include them; this fork's do not, and would be built from two releases.
+    The headers of CUDA's C++ library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release differs from
+    ``CUDART_VERSION``. Upstream's modules include them. This fork's do not, and without this check two releases would
+    mix.
     """
     try:
         release = toolkit.version
@@ -398,13 +400,13 @@ def _companion_roots(toolkit: Toolkit, wheels: Sequence[Path]) -> list[Path]:
 def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
     """A folder that makes ``-lcudart -lcuda -lnvrtc ...`` resolve for a toolkit without link names.
 
-    It holds ``lib<x>.so`` for every library of which the toolkit has only the versioned file, and, where the
-    toolkit has no stub of the driver, a ``libcuda.so`` made here: it carries the driver's SONAME and exports
-    every name that ``cuda.h`` declares, and nothing of it is ever run.
+    It holds ``lib<x>.so`` for every library of which the toolkit has only the versioned file, and, if the toolkit has
+    no stub of the driver, a ``libcuda.so`` made here: it carries the driver's SONAME and exports every name that
+    ``cuda.h`` declares, and none of its code is ever run.
 
     Args:
         toolkit: The toolkit.
-        parent: Where to make it (in the cache). It is made once, and made again when a link is broken.
+        parent: The folder in which it is made (in the cache): once, and again when a link is broken.
         cxx: The host compiler that makes the stub.
 
     Returns:

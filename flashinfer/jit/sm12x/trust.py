@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose files are loaded and compiled. Only the table of variables is imported from FlashInfer, for the doctor."""
+"""Checks of owner and mode of the files that are loaded and compiled.
+
+Only the table of variables is imported from FlashInfer, so that the doctor can use this module.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from pathlib import Path
 from ...sm12x import variables
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
-"""Set to 1, a cache is used that other users own or may write to."""
+"""1 allows a cache that other users own or may write to."""
 
 
 PRIVATE = ("sh", "-c", 'umask go-w && exec "$0" "$@"')
-"""Before a command: what it makes is nobody else's to write to, whatever the umask is."""
+"""Prefix of a command that lets nobody else write to the files it makes, whatever the umask."""
 
 
 class UntrustedCacheError(RuntimeError):
@@ -32,17 +35,17 @@ class UntrustedCacheError(RuntimeError):
 def require_trusted(path: Path) -> None:
     """Check that nobody but this user and root can decide what lies at ``path``: the rule of ssh's StrictModes.
 
-    Every folder and link from the root to ``path``, and ``path`` itself, must belong to root or to this user, and nobody
-    else may write to it. Two exceptions: others may write to a folder with the sticky bit (``/tmp``), where they cannot
-    replace an entry of this user's or of root's, but can link to a file of root's, so that the next component must be
-    this user's or a folder; and the owner's own group, with no other member, may write (the umask is 002 on some
-    systems). What passes cannot be changed by another user later on.
+    Every folder and link from the root to ``path``, and ``path`` itself, must belong to root or to this user, and
+    nobody else may write to it. There are two exceptions. Others may write to a folder with the sticky bit (``/tmp``):
+    there they cannot replace an entry of this user's or of root's, but they can link to a file of root's, so the next
+    component must be this user's or a folder. And the owner's own group may write if it has no other member (the umask
+    is 002 on some systems). A path that passes cannot be changed by another user later.
 
     Args:
-        path: A file or folder; what does not exist is left out.
+        path: A file or folder; components that do not exist are skipped.
 
     Raises:
-        UntrustedCacheError: it is not so; the message says where and what to do.
+        UntrustedCacheError: the check failed; the message says where and what to do.
         OSError: the path cannot be looked at, or is a circle of links.
     """
     if variables.read(ALLOW_VARIABLE):
@@ -83,7 +86,7 @@ def read_file(path: str | Path) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: it is none, as a pipe that nobody writes to and that would be waited for, or it cannot be read.
+        OSError: it is not a regular file (opening a pipe without a writer would wait), or it cannot be read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -120,10 +123,12 @@ def _components(path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 @functools.cache
 def _root_outside() -> int:
-    """Whom root's files seem to belong to: in a user namespace without root (Apptainer, bubblewrap) to the user 65534.
+    """The user that root's files seem to belong to: 65534 in a user namespace without root (Apptainer, bubblewrap),
+    else 0.
 
-    So do those of all other users there, so that ``/`` and ``/home`` cannot be told from another user's folder. Where the
-    namespace has a user of that number, as a rootless container has, that is somebody.
+    In such a namespace the files of all unmapped users seem to be 65534's, so ``/`` and ``/home`` cannot be told from
+    another user's folder. If the namespace maps a user of that number, as a rootless container does, it is a real user,
+    and the answer is 0.
     """
     with contextlib.suppress(OSError):
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -158,7 +163,8 @@ def _problem(place: str, state: os.stat_result, in_sticky: bool) -> str:
 
 
 def _own_group(user: int, group: int) -> bool:
-    """Whether a group is that user's own: of the same name, the user's first, and nobody else's, first or not."""
+    """Whether a group is that user's own: it has the user's name, is the user's primary group, and has no other
+    member."""
     try:
         account, members = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:

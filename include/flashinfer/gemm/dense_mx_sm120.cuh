@@ -21,9 +21,9 @@ struct DenseArguments {
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
 
-  // A stream of weights takes these. weights_first: no launch in front writes weights or scales, so that a dependent
-  // launch may read them before it ends. ranks: null, or those of the largest outputs, [num_tokens][at most
-  // kEpilogueWarps x SMs].
+  // Only a stream of weights takes these. weights_first: no earlier launch writes weights or scales, so that a
+  // dependent launch may read them before that launch ends. ranks: null, or ranks of the largest outputs,
+  // [num_tokens][at most kEpilogueWarps x SMs].
   bool weights_first;
   uint64_t* ranks;
   RowNorm norm;
@@ -34,9 +34,8 @@ struct DenseArguments {
   size_t workspace_bytes;
 };
 
-// A ring's stages: whole units of `g`, so that a stage always is of the same slice. A warp waits only for stages of its
-// own slice; of one that changed hands it would miss a phase, and take the parity of the one before for that of the
-// next.
+// A ring's stages: whole units of `g`, so that a stage always holds the same slice. A warp waits only for stages of its
+// own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one for it.
 inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
   return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.slices * g.slices;
 }
@@ -45,10 +44,10 @@ inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
 // under way), else as many as give it most.
 inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   StreamedGemm best = {};
-  const int words = instance.k_tile / kScaleChunkElements;  // that a warp takes
+  const int warp_k_blocks = instance.k_tile / kKBlock;
   int most = 0;
-  for (int slices = 1; slices <= ceil_div(scale_words(k), words) && most < 5; ++slices) {
-    const StreamedGemmPlan plan = {instance.weights, words, instance.mma_warps, instance.token_tile, 1, n, k,
+  for (int slices = 1; slices <= ceil_div(k_blocks_of(k), warp_k_blocks) && most < 5; ++slices) {
+    const StreamedGemmPlan plan = {instance.weights, warp_k_blocks, instance.mma_warps, instance.token_tile, 1, n, k,
                                    slices,           true};
     const StreamedGemm g = plan.make();
     if (g.groups == 0) continue;
@@ -92,8 +91,8 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
 }
 
-// Whether rows of a format need memory before they are rows of the operand with scales in words: values, or scales
-// alone. Nothing: they are read where they are.
+// Whether the workspace must hold values, and scales, to make rows of a format into rows of the operand with whole
+// scale words; neither if the kernel reads the caller's rows.
 struct MadeRows {
   bool values, scales;
 };
@@ -105,14 +104,14 @@ inline MadeRows made_rows(Element operand, TokenFormat format, int k) {
     case TokenFormat::kQuantizeBf16ToMxfp4:
     case TokenFormat::kQuantizeF16ToMxfp4: return {true, true};
     case TokenFormat::kMxfp4Swizzled: return {operand != Element::kE2m1, false};
-    case TokenFormat::kMxfp8Linear: return {false, k % kScaleChunkElements != 0};  // whole words need nothing
+    case TokenFormat::kMxfp8Linear: return {false, k % kKBlock != 0};  // whole scale words need nothing
     default: return {false, false};
   }
 }
 
 struct DenseGemmWorkspace {
   uint8_t* tokens;  // packed bfloat16, or e4m3, or packed e2m1
-  uint8_t* token_scales;  // words of four
+  uint8_t* token_scales;  // scale words
   SplitBuffers split;
   size_t bytes;
 };
@@ -138,7 +137,7 @@ inline Status launch_pack_rows(const DenseArguments& a, const DenseGemmWorkspace
                                GroupedGemmParams<Role::kStore>* gemm) {
   gemm->tokens = w.tokens;
   const PackRowsParams pack = {a.tokens, a.num_tokens, a.instance->weights, w.tokens, w.split.arrivals, w.split.blocks};
-  const int64_t scale_blocks = int64_t{a.num_tokens} * kScaleChunkBlocks * scale_words(a.k);
+  const int64_t scale_blocks = int64_t{a.num_tokens} * kScaleChunkBlocks * k_blocks_of(a.k);
   return {launch_over(pack_rows_kernel, pack, scale_blocks, kPackRowsThreads, options), "packing of rows"};
 }
 
@@ -177,10 +176,10 @@ inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspac
   return launch_prologue(prologue, options);
 }
 
-// Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts
-// of units that are cut are written and read again, up to a third as many bytes as a small layer's weights. Two blocks
-// in five SMs keep 0.7 MB of a GB10's weights on their way, three times what its latency asks for; wide tiles have
-// arithmetic besides, which needs more of the SMs. `blocks` fill the device.
+// Blocks of a dense GEMM; `blocks` fill the device. On SM12x, one block for each unit if that keeps memory busy:
+// partial sums of units that are cut are written and read again, up to a third of the bytes of a small layer's weights.
+// With two blocks for five SMs, 0.7 MB of weights are in flight on a GB10, three times what its latency requires. Wide
+// tiles need more SMs, for their arithmetic.
 inline int dense_blocks(const DenseArguments& a, const LaunchOptions& options, int blocks) {
   const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
   const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
@@ -206,8 +205,8 @@ inline Status run_dense_gemm(const DenseArguments& a, const LaunchOptions& optio
   gemm.top_k = 1;
   gemm.num_pairs = a.num_tokens;
   gemm.epilogue = a.epilogue;
-  // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it
-  // lets the GEMM begin, the GEMM may read weights at once, whoever wrote them.
+  // Launched also where rows need nothing: it zeroes the counters. And it waits for the launch in front before it lets
+  // the GEMM begin, so that the GEMM may read weights at once, even if that launch wrote them.
   const auto launch_rows = a.instance->operand == Element::kBf16 ? launch_pack_rows : make_operand_rows;
   if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
   return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};

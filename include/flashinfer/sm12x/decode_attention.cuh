@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode attention of gpt-oss over a paged KV cache, with rope and the append of the new keys and values: one launch
-// for what are three elsewhere. Heads of 64, eight query heads to a KV head, sinks, sliding window, a cache of bf16 or
-// e4m3.
+// Decode attention of gpt-oss over a paged KV cache, with rope and the append of new keys and values in the same
+// launch. Heads of 64, eight query heads to a KV head, sinks, sliding window, a cache of bf16 or e4m3.
 //
 // A block works for one KV head of one sequence, on a split of its positions; a warp on chunks of 16 positions with an
 // online softmax of its own. Both GEMMs have the cache as the MMA's A, and the eight query heads as its N, so that
@@ -11,10 +10,10 @@
 //   scores[16 positions, 8 heads] = keys[16, 64] * queries[64, 8]       four k-steps
 //   output[64 dims, 8 heads] += values[16 positions, 64 dims]^T * weights[16, 8]     four tiles of 16 dims
 //
-// Which element of K a lane's registers hold is free, as long as A and B agree. So a lane (g, t) = (lane / 4, lane % 4)
-// takes dims 8t..8t+7 and 32+8t..32+8t+7 of key rows g and g+8: whole vectors of memory, and both halves of each pair
-// that rope turns. Of values it takes dims 8g..8g+7 of rows 2t, 2t+1, 2t+8, 2t+9, which two byte permutations make into
-// fragments of A. The weights become B by a transposition in registers. Nothing goes through shared memory before the
+// The order of K in a lane's registers is free, as long as A and B agree. So lane (g, t) = (lane / 4, lane % 4) takes
+// dims 8t..8t+7 and 32+8t..32+8t+7 of key rows g and g+8: whole vectors of memory, and both halves of each pair that
+// rope turns. From values it takes dims 8g..8g+7 of rows 2t, 2t+1, 2t+8, 2t+9; two byte permutations make fragments of
+// A from them. The weights become B by a transposition in registers. Nothing goes through shared memory before the
 // warps' results do.
 //
 // The warps' results are merged in shared memory, the splits' in the workspace, where the block that comes last adds
@@ -44,9 +43,9 @@ constexpr int kDecodeWarps = 8;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeBlocksPerSm = 2;  // at most; more tokens of a block take more registers
 constexpr int kDecodeRow = kDecodeHead + 4;  // floats of a head's output in shared memory: fewer bank conflicts
-constexpr int kDecodeMaxTokens = 4;  // of a sequence, that a block works for
+constexpr int kDecodeMaxTokens = 4;  // tokens of a sequence that one block works for, at most
 constexpr int kDecodeMaxQLen = 64;  // new tokens of a sequence
-constexpr int kDecodeAlignment = 256;  // of the partials in the workspace
+constexpr int kDecodeAlignment = 256;  // bytes, of the partials in the workspace
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kDecodeWarps == kDecodeGroup && kDecodeHead == 2 * 32, "merging: a warp a head, a lane two dims");
@@ -76,7 +75,7 @@ struct DecodeAttentionParams {
   DecodePartial* partials;  // [groups * splits, token tile]
   int* arrivals;  // [groups], zero before and after a launch
   float score_scale;  // from a dot product to a score in base 2
-  float key_scale, value_scale;  // of the cache: what it holds is multiplied with them
+  float key_scale, value_scale;  // factors of the cache's keys and values
   int num_sequences, num_kv_heads, q_len;
   int window_left;  // positions seen before a token's own; negative: all
   int page_shift;  // log2 of chunks in a page
@@ -167,7 +166,7 @@ __device__ __forceinline__ void rope(const DecodeAttentionParams& p, int positio
 template <bool kFp8>
 struct Pages {
   using Element = std::conditional_t<kFp8, uint8_t, __nv_bfloat16>;
-  Element *keys, *values;  // of the head, in page 0
+  Element *keys, *values;  // the head's, in page 0
   int64_t page_stride, position_stride;
   int page_shift;
 
@@ -238,8 +237,8 @@ struct Pages {
   }
 };
 
-// A chunk as bf16: rows of keys, which are fragments as they lie, and A of the second GEMM, a tile of 16 dims each,
-// whose registers pair positions where rows pair dims.
+// A chunk as bf16. Rows of keys are MMA fragments as they lie. Values become A of the second GEMM, a tile of 16 dims
+// each: a register of A pairs two positions, while a register of a row pairs two dims.
 template <bool kFp8>
 __device__ __forceinline__ void expand(const Chunk<kFp8>& chunk, uint4 (&keys)[2][2], uint32_t (&values)[4][4]) {
 #pragma unroll
@@ -262,7 +261,7 @@ __device__ __forceinline__ void expand(const Chunk<kFp8>& chunk, uint4 (&keys)[2
 // The online softmax of one token, for the two heads 2t and 2t+1 of a lane, and their output of dims 8g..8g+7.
 struct State {
   float largest[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a t
-  float sum[2] = {0.0f, 0.0f};  // of this lane's positions
+  float sum[2] = {0.0f, 0.0f};  // over this lane's positions
   float output[4][4] = {};  // [j]: dims 8g+2j (0: head 2t, 1: head 2t+1), 8g+2j+1 (2, 3)
 
   // `scores`: of positions g (0, 1) and g + 8 (2, 3), minus infinity where nothing is seen.
@@ -345,7 +344,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
   if (!p.constant_cache) ptx::wait_for_prerequisite_grids();
   const int length = p.seq_lens[sequence];
   const int first_new = length - p.q_len;  // its position
-  const int first_position = first_new + tile * kTokens;  // of this block's first token
+  const int first_position = first_new + tile * kTokens;  // position of this block's first token
   const int count = min(kTokens, p.q_len - tile * kTokens);
   const int low = p.window_left < 0 ? 0 : max(0, first_position - p.window_left);
   const int first_chunk = low / kDecodeChunk;
@@ -359,7 +358,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
 
   const decode::Pages<kFp8> pages(p, head);
   const int mine = begin + warp < end ? (end - begin - warp + kDecodeWarps - 1) / kDecodeWarps : 0;
-  int page_of_lane = 0;  // of this warp's chunk 32 * n + lane
+  int page_of_lane = 0;  // page of this warp's chunk 32 * n + lane
   auto load = [&](int i, int& page) {
     const int32_t* table = p.block_tables + sequence * p.table_stride;
     if (i % 32 == 0 && i + lane < mine)

@@ -14,15 +14,15 @@ namespace flashinfer::sm12x {
 struct LaunchOptions {
   cudaStream_t stream;
   bool dependent_launch;  // programmatic dependent launch within the layer
-  int device_sms;         // of the device: what a workspace is made for
-  int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
+  int device_sms;         // SMs of the device, for which workspaces are sized
+  int sm_count;  // SMs that the stream may use: fewer in a green context, or under MPS with a limited share
   bool sm12x;             // compute capability 12.x, else Hopper
-  int shared_bytes;  // that a block may have
+  int shared_bytes;  // most that a block may have
   int l2_bytes;
 };
 
-// A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
-// `cooperative`: all of its blocks are resident together.
+// Launches a kernel after the earlier launches of the stream. With dependent_launch it may start beside them, up to its
+// own wait for them. `cooperative`: all of its blocks are resident together.
 template <class Params>
 cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
                           const LaunchOptions& options, bool cooperative = false) {
@@ -46,7 +46,7 @@ cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int bloc
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-// The same of a kernel whose threads take `items` between them: a thread to each, up to eight blocks to an SM.
+// The same for a kernel whose threads share `items`: one thread for each, up to eight blocks for each SM.
 template <class Params>
 cudaError_t launch_over(void (*kernel)(Params), const Params& params, int64_t items, int threads,
                         const LaunchOptions& options) {

@@ -3,8 +3,8 @@
 // A router of a mixture of experts for few tokens, with the RMSNorm in front of it, in two launches:
 //
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
-//   router_top_k_kernel   the largest logits' experts, none of padding, and the softmax over them; not where whoever
-//                         takes the logits chooses (stream/moe.cuh)
+//   router_top_k_kernel   the experts of the largest logits, and the softmax over them; padding gets none. Not launched
+//                         where the MoE layer chooses by the logits itself (stream/moe.cuh)
 //
 // A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
 // blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are
@@ -34,24 +34,24 @@ namespace flashinfer::sm12x {
 // Knobs.
 constexpr int kRouterWarps = 16;
 constexpr int kRouterThreads = 32 * kRouterWarps;
-constexpr int kRouterTokens = 8;  // of a tile, at most; the other eight rows of an MMA are zeros
+constexpr int kRouterTokens = 8;  // of a tile at most; the other eight rows of an MMA are zeros
 constexpr int kRouterExperts = 8;  // that a block multiplies at a time: an MMA's columns
 constexpr int kRouterVector = 8;  // elements of 16 bytes
 constexpr int kRouterStep = 4;  // vectors of two MMAs
-constexpr int kRouterHeldSteps = 6;  // of a warp, of the weights: K up to 3,072 in registers
+constexpr int kRouterHeldSteps = 6;  // steps of weights that a warp keeps in registers: K up to 3,072
 constexpr int kRouterMaxK = 16 * 1024;
 constexpr int kRouterTopKWarps = 4;
 
 // Vectors from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int router_pitch(int vectors) { return ceil_div(vectors - 4, 8) * 8 + 4; }
 
-// A tile's rows; behind them residuals, the norm's weights and sums of squares, and then, in their place, parts of
+// A tile's rows; behind them residuals, the norm's weights and sums of squares, and later, in their place, partial
 // logits.
 constexpr int router_shared_bytes(int tile, int k, bool adds, bool norms) {
   const int vectors = k / kRouterVector, row = 16 * router_pitch(vectors);
   const int for_norm = (adds ? tile * row : 0) + (norms ? 16 * vectors : 0) + 4 * kRouterWarps;
-  const int for_parts = 4 * kRouterWarps * kRouterTokens * kRouterExperts;
-  return tile * row + (for_norm > for_parts ? for_norm : for_parts);
+  const int for_partials = 4 * kRouterWarps * kRouterTokens * kRouterExperts;
+  return tile * row + (for_norm > for_partials ? for_norm : for_partials);
 }
 static_assert(kRouterTokens <= kRouterWarps);
 static_assert(router_shared_bytes(1, kRouterMaxK, true, true) <= Sm12xLimits::kSharedBytesPerBlock);
@@ -72,7 +72,7 @@ struct RouterParams {
   int num_tokens, k, num_experts, top_k;  // top_k 0: logits alone
   int tile;  // tokens of a block
   int team;  // threads that norm a row: whole warps, a power of two
-  int groups;  // of experts, that a block computes one after the other
+  int groups;  // groups of eight experts that a block computes, one after the other
   int blocks_of_tile;
   bool rounds_logits;  // to bfloat16
   bool constant_weights;  // nothing in front of the launch writes `weight`
@@ -91,7 +91,7 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
   uint4* const row = rows + token * pitch;
   uint4* const residual = row + p.tile * pitch;
   uint4* const scales = rows + p.tile * pitch * (adds ? 2 : 1);
-  auto* squares = reinterpret_cast<float*>(scales + (norms ? vectors : 0));  // of warps
+  auto* squares = reinterpret_cast<float*>(scales + (norms ? vectors : 0));  // one a warp
   const int64_t at = (first_token + token) * vectors;
   const int end = has_token ? vectors : 0;
   for (int vector = own; vector < end; vector += team) {
@@ -145,7 +145,7 @@ struct RouterWeights {
   static constexpr int kStride = kRouterWarps * kRouterStep;  // vectors from one of its steps to the next
 
   const uint4* first;
-  int vectors_left;  // of the row, from `first` on; 0 without an expert
+  int vectors_left;  // in the row from `first` on; 0 without an expert
   uint4 held[kRouterHeldSteps];
 
   __device__ __forceinline__ uint4 load(int i) const {
@@ -182,11 +182,11 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
   norm_tile(p, first_token, count, shared, block == 0);  // the tile's first block writes
   __syncthreads();
 
-  auto* parts = reinterpret_cast<float*>(shared + p.tile * pitch);  // [warp, token, expert]
+  auto* partials = reinterpret_cast<float*>(shared + p.tile * pitch);  // [warp, token, expert]
   const bool has_token = lane / 4 < count;
   const uint4* tokens = shared + lane / 4 * pitch + kRouterStep * warp + lane % 4;
   for (int group = first_group; group < end_group; ++group) {
-    float sums[2][4] = {};  // of tokens 8.. nothing
+    float sums[2][4] = {};  // rows 8.. of the MMA, which have no tokens, stay 0
     auto multiply = [&](int i, const uint4& w) {
       const uint4 x = has_token ? tokens[RouterWeights::kStride * i] : uint4{};
       ptx::mma_16816<true>(sums[0], {x.x, 0, x.y, 0}, {w.x, w.y}, sums[0]);
@@ -198,19 +198,19 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
     }
     for (int i = kRouterHeldSteps; warp + kRouterWarps * i < steps; ++i) multiply(i, weights.load(i));
     if (group + 1 < end_group) weights.hold(p, group + 1);
-    float* own = parts + (warp * kRouterTokens + lane / 4) * kRouterExperts + 2 * (lane % 4);
+    float* own = partials + (warp * kRouterTokens + lane / 4) * kRouterExperts + 2 * (lane % 4);
     *reinterpret_cast<float2*>(own) = make_float2(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]);
     __syncthreads();
     const int token = thread / kRouterExperts, expert = group * kRouterExperts + thread % kRouterExperts;
     if (token < count && expert < p.num_experts) {
       float logit = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kRouterWarps; ++i) logit += parts[i * kRouterTokens * kRouterExperts + thread];
+      for (int i = 0; i < kRouterWarps; ++i) logit += partials[i * kRouterTokens * kRouterExperts + thread];
       if (p.bias != nullptr) logit += __bfloat162float(p.bias[expert]);
       if (p.rounds_logits) logit = __bfloat162float(__float2bfloat16_rn(logit));
       p.logits[static_cast<int64_t>(first_token + token) * p.num_experts + expert] = logit;
     }
-    __syncthreads();  // parts have been read
+    __syncthreads();  // partials have been read
   }
 }
 

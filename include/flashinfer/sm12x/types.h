@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The vocabulary of the family, for host and device: element types, token formats and roles; the sizes of the
-// block-scaled formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that
-// depends on the architecture reads it from here.
+// block-scaled formats and the 128x4 layout of their scales; the limits of SM120/SM121. All code of this family that
+// depends on the architecture takes it from here.
 //
-// The 128x4 ("swizzled", SFA/SFB) layout of block scales, seen as 32-bit words: a word holds one row's scales of four
-// consecutive scale blocks, byte i for block 4w + i. Rows are padded to 128, scale blocks to 4.
+// K is counted in scale blocks of 32 elements and in K blocks of 128, which are four scale blocks.
+//
+// The 128x4 ("swizzled", SFA/SFB) layout of block scales, seen as 32-bit scale words: a word holds one row's scales of
+// one K block, byte i for scale block 4w + i (of NVFP4 half a K block, which has eight scales). Rows are padded to 128,
+// scales to 4.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +22,9 @@
 #define FLASHINFER_SM12X_HALF_MXF4 0
 #endif
 
-// Which device the device code of this compilation pass is for. Block-scaled MMA and FP4 conversion exist only under an
-// architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
+// FLASHINFER_SM12X_DEVICE: 1 if this compilation pass makes device code for SM12x. Block-scaled MMA and FP4 conversion
+// exist only under an architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the
+// macros below.
 #if defined(__CUDA_ARCH__)
 #if __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
@@ -56,7 +60,7 @@ enum class Element : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3, kE2m3 = 4
 // Biases and outputs, by the caller's choice.
 enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
-// Tokens as they come, and what they are rounded to.
+// How the caller gives tokens, and the format that they are rounded to.
 enum class TokenFormat : int {
   kBf16 = 0,  // as they are
   kQuantizeBf16 = 1,  // rounded to MXFP8
@@ -95,21 +99,21 @@ constexpr Element element_of(TokenFormat format) {
 
 struct TokenRows {
   const void* data;  // [rows, k], e2m1 two to a byte
-  const uint8_t* scales;  // of formats that have_scales
+  const uint8_t* scales;  // null unless have_scales(format)
   TokenFormat format;
   int k;
 };
 
-constexpr int kRouterMaxExperts = 512;  // of a router's logits, of all ranks
+constexpr int kRouterMaxExperts = 512;  // columns of a router's logits: the experts of all ranks
 
-// Memory that the launches behind this one read whatever happens: its blocks bring it into L2 when they have no more
-// weights of their own to ask for. A hint, which changes no result.
+// Memory that the next launches read in any case. Blocks prefetch it into L2 once they have requested all of their own
+// weights. It changes no result.
 struct ReadAhead {
   const void* data;  // aligned to 16, or null
   int64_t bytes;  // a multiple of 16
 };
 
-// How the activations of a MoE layer come and are multiplied.
+// The format in which a MoE layer's caller gives activations, and in which they are multiplied.
 enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
 
 // The use of a tile GEMM: where token rows come from and what happens to the accumulators.
@@ -126,17 +130,17 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int round_up(int value, int multiple) {
 }
 
 // OCP Microscaling Formats v1.0, section 5.2 and 6.3: one UE8M0 scale for 32 elements along K.
-constexpr int kScaleBlock = 32;
+constexpr int kScaleBlock = 32;  // elements
 constexpr uint8_t kNanScale = 0xFF;
 
-// The 128x4 layout keeps the scales of 128 rows x 4 K-blocks in 512 contiguous bytes.
+// A scale chunk: the 128x4 layout keeps the scales of 128 rows x 4 scale blocks in 512 contiguous bytes.
 constexpr int kScaleChunkRows = 128;
 constexpr int kScaleChunkBlocks = 4;
-constexpr int kScaleChunkElements = kScaleChunkBlocks * kScaleBlock;
 constexpr int kScaleChunkBytes = kScaleChunkRows * kScaleChunkBlocks;
-static_assert(kScaleChunkBytes == 512 && kScaleChunkElements == 128, "128x4 scale chunks");
+constexpr int kKBlock = kScaleChunkBlocks * kScaleBlock;  // elements
+static_assert(kScaleChunkBytes == 512 && kKBlock == 128, "128x4 scale chunks");
 
-// Bytes of a block of 32 elements, and of the 128 of a word of UE8M0 scales.
+// Bytes of a scale block, 32 elements, and of a K block, 128.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int block_bytes(Element element) {
   switch (element) {
     case Element::kBf16: return 2 * kScaleBlock;
@@ -146,7 +150,7 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int block_bytes(Element element) {
     default: return kScaleBlock;
   }
 }
-FLASHINFER_SM12X_HOST_DEVICE constexpr int word_bytes(Element element) {
+FLASHINFER_SM12X_HOST_DEVICE constexpr int k_block_bytes(Element element) {
   return kScaleChunkBlocks * block_bytes(element);
 }
 
@@ -160,42 +164,47 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int row_elements(Element element, int byt
   return bytes / block_bytes(element) * kScaleBlock;
 }
 
-// MXFP6: 128 elements, or what a row's last has of them, are two planes, 16 bytes of every block and then 8 of every
-// block, so that loads are aligned. An element is s e1 e0 m2 m1 m0.
+// MXFP6: a K block has two planes, 16 bytes of each scale block and then 8 bytes of each, so that loads are aligned.
+// The last K block of a row may be shorter. An element is s e1 e0 m2 m1 m0.
 //
 //   nibbles    e0 m2 m1 m0 of element i in nibble i, as e2m1 lies in MXFP4
 //   pairs      s e1: of element 16 h + 8 e + i (e = 0, 1; i < 8), e1 is bit 8 (i / 2) + r and s bit 8 (i / 2) + 7 + r
 //              (mod 32) of 32-bit word h, r = 4 e + 2 (i % 2)
 //
-// A word of pairs rotated right by r then has what four elements lack beside the nibbles of each of its bytes.
-constexpr int kNibbleBytes = 16, kPairBytes = 8;  // of a block
+// Rotated right by r, a word of pairs has in each byte the two bits that one element's nibble lacks: four elements at
+// a time.
+constexpr int kNibbleBytes = 16, kPairBytes = 8;  // of a scale block
 
-// Which elements of a block a lane of a quad has in an MMA, t its place there: 8t.. (eights), or 4t.. and 16 + 4t...
+// Whether lane t of a quad takes elements 8t..8t + 7 of a scale block as an MMA's operand ("eights"); other formats
+// give it elements 4t..4t + 3 and 16 + 4t..16 + 4t + 3.
 FLASHINFER_SM12X_HOST_DEVICE constexpr bool lanes_take_eights(Element weights) {
   return weights == Element::kE2m1 || weights == Element::kNvE2m1 || weights == Element::kE2m3;
 }
 
-// Elements that share a scale, and the words of four scales of a row with k elements.
-FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_block(Element element) {
+// Elements that share a scale, and the scale words, of four scales each, of a row with k elements.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int elements_per_scale(Element element) {
   return element == Element::kNvE2m1 ? kScaleBlock / 2 : kScaleBlock;
 }
 FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(Element element, int k) {
-  return ceil_div(k, kScaleChunkBlocks * scale_block(element));
+  return ceil_div(k, kScaleChunkBlocks * elements_per_scale(element));
 }
-// The same of 128 elements.
-FLASHINFER_SM12X_HOST_DEVICE constexpr int words_of_scales(Element element) {
-  return scale_words(element, kScaleChunkElements);
+// Scale words of a K block: 1, or 2 of NVFP4.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words_of_k_block(Element element) {
+  return scale_words(element, kKBlock);
 }
 
-// Words along K of a matrix with k elements a row.
-FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(int k) { return ceil_div(k, kScaleChunkElements); }
+// K blocks of a row with k elements.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int k_blocks_of(int k) { return ceil_div(k, kKBlock); }
 
-// Word of `row` inside its 128-row chunk.
+// Scale words of a row in a format with one scale for 32 elements.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(int k) { return k_blocks_of(k); }
+
+// Scale word of `row` inside its 128-row chunk.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int word_in_chunk(int row) {
   return (row % 32) * 4 + (row % kScaleChunkRows) / 32;
 }
 
-// Where a row's words lie: word w at `base + w * stride`.
+// Where a row's scale words lie: word w at `base + w * stride`.
 struct ScaleRow {
   int64_t base;
   int stride;
@@ -206,11 +215,11 @@ FLASHINFER_SM12X_HOST_DEVICE ScaleRow swizzled_scale_row(int64_t row, int words)
           kScaleChunkRows};
 }
 
-// Byte of block `k_block` of a row.
-FLASHINFER_SM12X_HOST_DEVICE int64_t swizzled_scale_place(int64_t row, int k_block, int words) {
+// Byte of scale number `scale` of a row.
+FLASHINFER_SM12X_HOST_DEVICE int64_t swizzled_scale_place(int64_t row, int scale, int words) {
   const ScaleRow at = swizzled_scale_row(row, words);
-  const int64_t word = at.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * at.stride;
-  return kScaleChunkBlocks * word + k_block % kScaleChunkBlocks;
+  const int64_t word = at.base + static_cast<int64_t>(scale / kScaleChunkBlocks) * at.stride;
+  return kScaleChunkBlocks * word + scale % kScaleChunkBlocks;
 }
 
 FLASHINFER_SM12X_HOST_DEVICE ScaleRow linear_scale_row(int64_t row, int pitch_words) { return {row * pitch_words, 1}; }

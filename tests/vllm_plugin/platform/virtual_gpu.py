@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A platform of vLLM's that is a CUDA GPU by name and keeps its tensors on the CPU.
 
-What is not vLLM's own here, and all that is stubbed: the GPU's capability, name and memory; vLLM's compiled modules,
-which
-need CUDA's libraries (empty ones stand in for them: layers run their PyTorch versions), with the router's top-k in
-PyTorch;
-and the attention kernel (``reference_attention.py``, used where a test runs a whole model).
+Only these are stubbed: the GPU's capability, name and memory; vLLM's compiled modules, which need CUDA's libraries
+(empty modules replace them, so that layers run their PyTorch versions, and the router's top-k is PyTorch's); and the
+attention kernel (``reference_attention.py``, if a test runs a whole model).
 """
 
 from __future__ import annotations

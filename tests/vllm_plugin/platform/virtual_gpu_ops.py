@@ -8,7 +8,7 @@ import torch
 
 
 def defined() -> bool:
-    """Whether this process has them."""
+    """Whether this process has defined the operators."""
     return bool(_kept)
 
 

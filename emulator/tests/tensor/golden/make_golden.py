@@ -30,7 +30,7 @@ def all_cases() -> list[Case]:
 def pack(results: bytes, device: str) -> None:
     """Keeps, per case ``i`` and buffer ``j``, ``i.j.in`` and (where the kernel changed it) ``i.j.out``.
 
-    Of conversions, whose inputs need no keeping, only the digest of all results and every 16th of them.
+    Conversions keep only the digest of all results and every 16th result; their inputs need not be kept.
     """
     cases = all_cases()
     arrays: dict[str, np.ndarray] = {}

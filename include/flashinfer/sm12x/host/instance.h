@@ -18,11 +18,11 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 // MoE layer or a dense one. Other pointers are null.
 struct Instance {
   int index;  // tactic number
-  Element activation;  // what activations are rounded to,
-  Element operand;  // and as what they are multiplied
+  Element activation;  // type that activations are rounded to
+  Element operand;     // type in which they are multiplied
   Element weights;
   int token_tile;
-  int k_tile;  // of a stage; of a stream, what one MMA warp takes of K
+  int k_tile;  // elements along K: a stage's, or in a stream an MMA warp's
 
   GemmLaunch<Role::kFc1> fc1;
   GemmLaunch<Role::kFc2> fc2;
@@ -30,7 +30,7 @@ struct Instance {
   // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
   cudaError_t (*blocks_per_sm)(Role role, const LaunchOptions& options, int num_experts, int* blocks);
 
-  int mma_warps;  // of a stream's block
+  int mma_warps;  // of a stream's thread block
   cudaError_t (*prepare)(const LaunchOptions& options);  // before anything is launched
   cudaError_t (*stream_moe)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
   cudaError_t (*stream_dense)(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options);

@@ -16,7 +16,7 @@
 namespace flashinfer::sm12x {
 
 constexpr int kMaxBlocksPerSm = 16;  // more than any instance's occupancy
-constexpr size_t kPartialBytesPerSm = size_t{256} << 10;  // two parts of a tile for every resident block
+constexpr size_t kPartialBytesPerSm = size_t{256} << 10;  // two partial sums of a tile for every resident block
 
 // Hands out consecutive pieces of the workspace, aligned to 256 bytes; with a null base it only counts.
 class Arena {
@@ -38,7 +38,7 @@ class Arena {
 struct SplitBuffers {
   float4* partials;
   int* arrivals;  // FC1's blocks, then FC2's
-  int blocks;  // of one launch at most
+  int blocks;  // most that one launch has
 };
 
 inline SplitBuffers take_split_buffers(Arena& arena, int device_sms) {
@@ -49,18 +49,18 @@ inline SplitBuffers take_split_buffers(Arena& arena, int device_sms) {
   return split;
 }
 
-inline size_t packed_bytes(size_t rows, int k) { return rows * scale_words(k) * kPackedRowBytes; }
+inline size_t packed_bytes(size_t rows, int k) { return rows * k_blocks_of(k) * kPackedRowBytes; }
 
-// Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of `span` bytes.
-inline Status encode_weights(const uint8_t* weights, Element element, int experts, int rows, int k, int span,
+// Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of `swizzle_bytes`.
+inline Status encode_weights(const uint8_t* weights, Element element, int experts, int rows, int k, int swizzle_bytes,
                              CUtensorMap* map) {
   const cuuint64_t bytes = static_cast<cuuint64_t>(row_bytes(element, k));
   const cuuint64_t sizes[3] = {bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
   const cuuint64_t strides[2] = {bytes, bytes * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(span), kRowHalf, 1};
-  const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(swizzle_bytes), kRowHalf, 1};
+  const CUtensorMapSwizzle swizzle = swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
   return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, weights, sizes, strides, box, swizzle,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, "cuTensorMapEncodeTiled refused the weights", map);
 }
@@ -79,13 +79,13 @@ inline Status grid_blocks(const Instance& instance, Role role, int num_experts, 
     return {error, "this device does not grant the instance's shared memory"};
   }
   if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
-  const size_t parts = 2 * sizeof(float) * kRowTile * instance.token_tile;
-  const int served = static_cast<int>(kPartialBytesPerSm / parts);
+  const size_t partial_bytes = 2 * sizeof(float) * kRowTile * instance.token_tile;
+  const int served = static_cast<int>(kPartialBytesPerSm / partial_bytes);
   *blocks = options.sm_count * std::min({per_sm, served, kMaxBlocksPerSm});
   return {};
 }
 
-// Fills in the fields that all roles have: a matrix [experts][rows][k], and where the parts of its split units go.
+// Fills in the fields that all roles have: a matrix [experts][rows][k], and where partial sums of its split units go.
 template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {
@@ -97,13 +97,13 @@ Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const
   gemm.partials = split.partials;
   gemm.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
   const int blocks = instance.k_tile / kScaleBlock;
-  int span = row_bytes(instance.weights, instance.k_tile);  // of a k-tile
+  int swizzle_bytes = row_bytes(instance.weights, instance.k_tile);
   if (instance.weights == Element::kE2m3) {
     Status r = encode_weights(weights, instance.weights, experts, rows, k, blocks * kPairBytes, &gemm.second_plane);
     if (r.error) return r;
-    span = blocks * kNibbleBytes;
+    swizzle_bytes = blocks * kNibbleBytes;
   }
-  return encode_weights(weights, instance.weights, experts, rows, k, span, &gemm.weights);
+  return encode_weights(weights, instance.weights, experts, rows, k, swizzle_bytes, &gemm.weights);
 }
 
 inline Status launch_prologue(const PrologueParams& params, const LaunchOptions& options) {

@@ -48,8 +48,8 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
 }
 
 // The resource that an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by
-// the number of its instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as
-// much, and more where tiles are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations
+// the number of its instructions. In the GEMM of tiles Hopper's integer pipe, half an instruction a cycle, counts as
+// much, and more with narrow tiles and many blocks. Left shifts can be multiplies, which go elsewhere; rotations
 // cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 
@@ -120,8 +120,9 @@ __device__ __forceinline__ void expand_int8_to_bf16(uint32_t bytes, uint32_t fac
 }
 
 // Eight e2m3, a word of nibbles and one of pairs that is rotated right by kRotation for elements 0, 2, 4 and 6 and by
-// two more for the others. Of each half of a result the upper byte is s.......e1 of the pairs, the lower e0 m2 m1
-// m0.... of the nibbles: in place they are the value times 2^-126, as e2m1's are. pair[i] = elements i, i + 4.
+// two more for the others. In each half of a result the upper byte comes from the pairs, s.......e1, and the lower one
+// from the nibbles, e0 m2 m1 m0....: in place they are the value times 2^-126, as e2m1's are. pair[i] = elements i, i +
+// 4.
 constexpr uint32_t kE2m3InPlace = 0x81F081F0u;
 
 template <int kRotation>
@@ -196,8 +197,8 @@ struct FoldedScale {
   }
 };
 
-// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at. Sums are to
-// be multiplied by kAccumulatorScale.
+// A lane's scale block of weights, eight at a time as bfloat16 pairs. `nan` collects bits for is_nan(). Sums are to be
+// multiplied by kAccumulatorScale.
 template <Element kWeights, Saves kSaves>
 struct Expansion;
 

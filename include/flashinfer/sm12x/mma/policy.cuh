@@ -7,11 +7,12 @@
 //
 // lane = 4 * g + t throughout; a fragment's accumulators are rows g, g, g + 8, g + 8 at tokens 2t, 2t + 1, 2t, 2t + 1.
 //
-// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that
-// add to the same sums; or kBlocks of them, two neighbours, by one MMA.
+// multiply() is called kCallsPerBlock times for a scale block, so that MMAs of other tokens can come between two that
+// add to the same sums; or once for kBlocksPerCall neighbouring blocks.
 //
-// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of
-// its rows of weights; of MXFP6 a word of nibbles and one of pairs, for its eight elements rotated to the right place.
+// Lane 4g + t takes kLaneTokenBytes bytes of token g's scale block, from byte kLaneTokenBytes * t on, and kWeightWords
+// 32-bit words of each of its weight rows. MXFP6: a word of nibbles, and one of pairs, rotated so that the lane's eight
+// elements come first.
 //
 // A policy describes one operand type: how tokens lie in shared memory and which MMA reads them. Tokens are MXFP8,
 // MXFP4, or bfloat16, which W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
@@ -38,30 +39,32 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
-// A lane's words of weights of one block.
+// 32-bit registers that one scale block of a weight row takes in each lane.
 constexpr int weight_words(Element weights) { return weights == Element::kE2m3 ? 2 : block_bytes(weights) / 16; }
 
-// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece,
-// beside MXFP4 and MXFP6; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
-template <int kPiece>
-__device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
-  if constexpr (kPiece == 8) return *reinterpret_cast<const uint2*>(piece);
-  const auto* words = reinterpret_cast<const uint32_t*>(piece);
+// A lane's two 32-bit words of 32 bytes of a token, in the order of its weights (expand.cuh). MXFP8 tokens: elements
+// 8t.. with MXFP4 and MXFP6 weights, elements 4t.. and 16 + 4t.. with MXFP8 weights. MXFP4 tokens: elements 8t.. of two
+// scale blocks.
+template <int kBytes>
+__device__ __forceinline__ uint2 load_lane_tokens(const uint8_t* from) {
+  if constexpr (kBytes == 8) return *reinterpret_cast<const uint2*>(from);
+  const auto* words = reinterpret_cast<const uint32_t*>(from);
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 x MXFP4, MXFP6 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four
-// instructions a word, MXFP6 twelve. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes
-// of each of its rows, a block of MXFP8 or two of MXFP4.
+// SM12x, MXFP8 tokens with MXFP4, MXFP6 or MXFP8 weights, and MXFP4 with MXFP4: the MMA takes the scales. To expand a
+// 32-bit word of weights for MXFP8 tokens costs four instructions for MXFP4 and twelve for MXFP6. Operands of one
+// format are not expanded: 32 bytes of a row are one scale block of MXFP8 or two of MXFP4, and a lane has words t and 4
+// + t.
 template <Element kOperand, Element kWeights>
 struct BlockScaledPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
   static_assert(!kE2m1 || kWeights == Element::kE2m1, "packed e2m1 is multiplied with packed e2m1");
   static constexpr Scaling kScaling = Scaling::kInMma;
-  static constexpr int kParts = 1;
-  static constexpr int kBlocks = kE2m1 ? 2 : 1;
-  static constexpr int kWeightWords = kBlocks * weight_words(kWeights);
-  static constexpr int kTokenPiece = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
+  static constexpr int kCallsPerBlock = 1;
+  static constexpr int kBlocksPerCall = kE2m1 ? 2 : 1;
+  static constexpr int kWeightWords = kBlocksPerCall * weight_words(kWeights);
+  static constexpr int kLaneTokenBytes = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr bool kCollectsNans = false;
 
@@ -82,7 +85,7 @@ struct BlockScaledPolicy {
   static __device__ __forceinline__ RowScales row_scales(const uint32_t* words, int row, int row_plus_8, int lane) {
     return {words[(lane & 1) ? row_plus_8 : row]};
   }
-  // `words` of the eight tokens of a step.
+  // `words`: scale words of the eight tokens of a step.
   static __device__ __forceinline__ TokenScales token_scales(const uint32_t* words, int lane) {
     return {words[lane >> 2]};
   }
@@ -102,21 +105,21 @@ struct BlockScaledPolicy {
     }
     return w;
   }
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint2 k = load_token_piece<kTokenPiece>(piece);
-    if constexpr (kTokenPiece == 4) return {{k.x, k.y}};
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
+    const uint2 k = load_lane_tokens<kLaneTokenBytes>(from);
+    if constexpr (kLaneTokenBytes == 4) return {{k.x, k.y}};
     return {{__byte_perm(k.x, k.y, 0x6420), __byte_perm(k.x, k.y, 0x7531)}};
   }
-  template <int kBlock, int kPart>
+  template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales& row, const TokenScales& token) {
     ptx::mma_block_scaled<kBlock, kWeights, kOperand>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
-// Scales as float32 factors, for policies that apply them to the partial sums of a 32-block. All lanes of a quad need
-// those of the same rows, and all quads those of the same tokens: a warp converts each once, through shared memory
-// (tile/mainloop.cuh).
+// Scales as float32 factors, for policies that multiply the partial sums of a scale block with them. All lanes of a
+// quad need those of the same rows, and all quads those of the same tokens: a warp converts each once, through shared
+// memory (tile/mainloop.cuh).
 struct RowFactors {
   float row, row_plus_8;
 };
@@ -139,10 +142,10 @@ template <Element kOperand, Element kWeights>
 struct HalfPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
   static constexpr Scaling kScaling = Scaling::kInSums;
-  static constexpr int kParts = 1;
-  static constexpr int kBlocks = 1;
+  static constexpr int kCallsPerBlock = 1;
+  static constexpr int kBlocksPerCall = 1;
   static constexpr int kWeightWords = weight_words(kWeights);
-  static constexpr int kTokenPiece = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
+  static constexpr int kLaneTokenBytes = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
   static constexpr float kAccumulatorScale =
       (kWeights == Element::kE4m3 ? 1.0f : kHalfExpansion) * (kE2m1 ? kHalfExpansion : 1.0f);
   static constexpr bool kCollectsNans = false;
@@ -165,13 +168,13 @@ struct HalfPolicy {
     to_halves_of_row(row_plus_8, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
     if constexpr (kE2m1) {
       uint32_t pair[4];
-      expand_to_halves(*reinterpret_cast<const uint32_t*>(piece), pair);
+      expand_to_halves(*reinterpret_cast<const uint32_t*>(from), pair);
       return {{{pair[0], pair[1]}, {pair[2], pair[3]}}};
     }
-    const uint2 k = load_token_piece<kTokenPiece>(piece);
+    const uint2 k = load_lane_tokens<kLaneTokenBytes>(from);
     if constexpr (kWeights == Element::kE4m3) {
       return {{{to_halves(k.x), to_halves(k.x >> 16)}, {to_halves(k.y), to_halves(k.y >> 16)}}};
     }
@@ -179,7 +182,7 @@ struct HalfPolicy {
     const uint32_t second = __byte_perm(k.x, k.y, 0x7362);  // elements 2, 6, 3, 7
     return {{{to_halves(first), to_halves(second)}, {to_halves(first >> 16), to_halves(second >> 16)}}};
   }
-  template <int kBlock, int kPart>
+  template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowFactors& row, const TokenFactors& token) {
     constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -217,21 +220,22 @@ struct HalfPolicy {
 // dequantized. A scaled weight is exact wherever it is a bfloat16, so that MMAs accumulate final values; NVFP4's times
 // a power of two.
 //
-// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of
-// which the lane gets elements 4t.. and 16 + 4t... Tokens are packed accordingly (rows/load.cuh, rows/pack.cuh).
+// ldmatrix loads a scale block of MXFP4 as one matrix, and the lane gets elements 8t.. of its row. It loads one of
+// MXFP8 as two, and the lane gets elements 4t.. and 16 + 4t... Tokens are packed in the same order (rows/load.cuh,
+// rows/pack.cuh).
 template <Element kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;
-  static constexpr int kParts = 2;
-  static constexpr int kBlocks = 1;
-  static constexpr int kTokenPiece = 16;
+  static constexpr int kCallsPerBlock = 2;
+  static constexpr int kBlocksPerCall = 1;
+  static constexpr int kLaneTokenBytes = 16;
   static constexpr int kWeightWords = weight_words(kWeights);
   using BlockExpansion = Expansion<kWeights, Saves::kIntegerPipe>;
   static constexpr float kAccumulatorScale = BlockExpansion::kAccumulatorScale;
   static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {
-    uint32_t row, row_plus_8;  // words of four; of NVFP4 two blocks', the lane's in bytes 0 and 2
+    uint32_t row, row_plus_8;  // scale words; NVFP4's hold two blocks' scales, the lane's in bytes 0 and 2
   };
   struct TokenScales {};
   struct Weights {
@@ -241,7 +245,7 @@ struct Bf16Policy {
     uint32_t b[2][2];
   };
 
-  // kFolded: no scale of the word exceeds kLargestFoldedScale.
+  // kFolded: no scale of the K block exceeds kLargestFoldedScale.
   template <int kBlock, bool kFolded>
   static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
                                                    const uint32_t (&row_plus_8)[kWeightWords], const RowScales& scales,
@@ -252,14 +256,14 @@ struct Bf16Policy {
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   // The lane's eight elements of a block, in the order of expand().
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint4 k = *reinterpret_cast<const uint4*>(piece);
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
+    const uint4 k = *reinterpret_cast<const uint4*>(from);
     return {{{k.x, k.y}, {k.z, k.w}}};
   }
-  template <int kBlock, int kPart>
+  template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales&, const TokenScales&) {
-    ptx::mma_16816<true>(accumulator, w.a[kPart], x.b[kPart], accumulator);
+    ptx::mma_16816<true>(accumulator, w.a[kCall], x.b[kCall], accumulator);
   }
 
  private:

@@ -20,7 +20,7 @@ __device__ __forceinline__ void choose_experts(const float* logits, int num_expe
     const int expert = lane + 32 * i;
     ranks[i] = expert < num_experts ? rank_of(logits[expert], expert) : 0;
   }
-  float largest = 0.0f, own = 0.0f, total = 0.0f;  // own: this lane's of the chosen
+  float largest = 0.0f, own = 0.0f, total = 0.0f;  // own: of the chosen expert that this lane gets
   int own_id = 0;
   for (int place = 0; place < top_k; ++place) {
     uint64_t best = 0;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void choose_experts(const float* logits, int num_expe
     }
     const float logit = rank_number(best);
     if (place == 0) largest = logit;
-    const float share = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
+    const float share = logit == largest ? 1.0f : expf(logit - largest);  // 1 for equal infinities, too
     total += share;
     if (lane == place) {
       own = share;

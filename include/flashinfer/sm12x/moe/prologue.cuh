@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prepares what FC1 reads: arrival counters, quantized activations or scales in whole words,
-// zero rows for tokens without a local expert, and, where there are too many pairs for the GEMM kernels to sort by
-// themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile, unless
-// it needs that routing.
+// Prepares what FC1 reads: arrival counters, quantized activations, scales in whole scale words, zero rows for tokens
+// without a local expert, and, where there are too many pairs for the GEMM kernels to sort by themselves, the routing.
+// With programmatic dependent launch FC1's producer already streams weights meanwhile, unless it needs that routing.
 #pragma once
 
 #include "../mma/expand.cuh"
@@ -18,7 +17,8 @@ struct PrologueParams {
   int num_tokens;
   int hidden;
   // How `input`, [tokens, hidden], is converted: kQuantize*: rounded; kMxfp4Swizzled: e4m3 of packed e2m1, whose
-  // scales are the caller's; kMxfp8Linear: `input` is scales, [tokens, hidden / 32], whose rows become whole words.
+  // scales are the caller's; kMxfp8Linear: `input` is scales, [tokens, hidden / 32], whose rows are padded
+  // to whole scale words.
   // kBf16: nothing.
   TokenFormat format;
   const void* input;

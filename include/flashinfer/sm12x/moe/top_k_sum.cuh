@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The sum over a token's experts: partial outputs in the order of slots. Those of other ranks' experts count nothing
-// and are not read.
+// The sum over a token's experts: partial outputs in the order of slots. Those of other ranks' experts are
+// not read.
 #pragma once
 
 #include "../rows/scalar.cuh"
@@ -9,12 +9,12 @@
 
 namespace flashinfer::sm12x {
 
-// Some columns of some tokens at a time: one after the other, the latencies of their loads would add up.
+// Some columns of some tokens at a time, so that the latencies of their loads overlap.
 // `partial_outputs` is [tokens x top_k, hidden], `ids` the pairs' experts.
 template <class Vector, int kTokens, class Params>
 __device__ __forceinline__ void sum_slots(const Params& p, const int32_t* ids, const float* partial_outputs, int hidden,
                                           int column, const int (&tokens)[kTokens], Vector (&sum)[kTokens]) {
-  constexpr int kSlots = 4;  // of a token whose loads are in flight together
+  constexpr int kSlots = 4;  // slots of a token whose loads are in flight together
   for (int base = 0; base < p.top_k; base += kSlots) {
     Vector value[kTokens][kSlots];
 #pragma unroll

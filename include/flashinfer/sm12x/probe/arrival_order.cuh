@@ -37,7 +37,7 @@ static_assert(kOrderSourceRounds % kOrderStages != 1 && kOrderSourceRounds > 2 *
 static_assert(kOrderStageBytes % 16 == 0, "bulk copies");
 
 struct ArrivalOrderParams {
-  const uint32_t* source;  // [kOrderSourceRounds, kOrderStageWords] of order_word(), what bulk copies fill stages with
+  const uint32_t* source;  // [kOrderSourceRounds, kOrderStageWords] of order_word(), the source of bulk copies
   uint32_t* counts;  // [blocks, kOrderPairs, 2]: words compared, words wrong
   int rounds;
 };

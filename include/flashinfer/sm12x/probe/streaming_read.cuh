@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The floor of a layer that is bound by memory: how long a plain kernel of 16-byte streaming loads takes to read the
-// same bytes. One block reads one piece of at most 32 KB, four independent loads a thread, and each warp leaves the sum
-// of its words: 64 bytes written for 32 KB read, and a result that shows that all of them were.
+// same bytes. One block reads one piece of at most 32 KB, four independent loads a thread, and each warp writes the sum
+// of its words: 64 bytes written for 32 KB read, and a result that proves that all were read.
 #pragma once
 
 #include <cuda_runtime.h>

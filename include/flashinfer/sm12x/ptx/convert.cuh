@@ -65,8 +65,8 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint3
   return result;
 }
 
-// `a & mask | bits`. Of two constants an instruction can hold one; given this in C++, the compiler makes two of it, and
-// not a register with the other.
+// `a & mask | bits`. An instruction can hold one constant. From C++, the compiler makes two instructions with a
+// constant each, rather than one that takes the second constant from a register.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
@@ -88,8 +88,8 @@ __device__ __forceinline__ float4 ue8m0x4_to_f32x4(uint32_t scales) {
 }
 
 // To nearest even, saturating to +-6; of NaN anything. Times 2^-126 a float32's bits above the 22nd are e2m1's, its
-// subnormal included. What `x`, a bfloat16 or half times a power of two, loses there is far below half of the least
-// value: one rounding. In integers, since Hopper has no instruction for it.
+// subnormal included. `x` is a bfloat16 or half times a power of two; the bits that it loses there are far below half
+// of the least value, so that it is rounded once. In integers, since Hopper has no instruction for it.
 __device__ __forceinline__ uint32_t f32_to_e2m1(float x) {
   const uint32_t bits = __float_as_uint(x * 0x1p-126f), magnitude = bits & 0x7FFFFFFFu;
   return min((magnitude + 0x1FFFFFu + (magnitude >> 22 & 1)) >> 22, 7u) | bits >> 31 << 3;

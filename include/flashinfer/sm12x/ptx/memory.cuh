@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies from global to shared memory, prefetches, a predicated load (PTX ISA 9.0, section 9.7.9). Nothing here that
-// only Blackwell has: what Hopper runs is the kernel itself.
+// Copies from global to shared memory, prefetches, a predicated load (PTX ISA 9.0, section 9.7.9). Hopper has all
+// of them, so that it runs the same kernels.
 //
 // Loads and stores of shared memory take a 32-bit address (sections 9.7.9.8 and 9.7.9.12): an address that is a sum of
 // registers stays 32 bits wide, where a generic pointer would be 64. These loads are ordered with respect to other
@@ -61,8 +61,8 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                : "memory");
 }
 
-// Past L1: others of the grid want these bytes, this block does not see them again. A predicate instead of a branch,
-// which would have the lanes reconverge behind each copy.
+// Bypasses L1: other blocks want these bytes, this one does not read them again. A predicate instead of a branch: with
+// a branch, lanes would reconverge after each copy.
 __device__ __forceinline__ void copy_16_bytes_if(bool wanted, void* shared, const void* global) {
   asm volatile(
       "{\n\t.reg .pred wanted;\n\t"

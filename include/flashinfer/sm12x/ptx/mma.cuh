@@ -44,9 +44,10 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
   }
 }
 
-// Block-scaled 16x8x32: a is e4m3, or in 8-bit containers e2m1 (00xxxx00) or e2m3 (00xxxxxx); b is e4m3 or, not beside
-// e2m3, e5m2. Or 16x8x64, both packed e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first
-// of two. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
+// Block-scaled 16x8x32: a is e4m3, or in 8-bit containers e2m1 (00xxxx00) or e2m3 (00xxxxxx); b is e4m3 or, unless a is
+// e2m3, e5m2. Or 16x8x64, both packed e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each;
+// kByte picks one, or the first of two. Lanes 4i and 4i+1 supply the scales of rows i and i+8 of a, lane 4i those of
+// column i of b (thread-id 0 on both sides).
 #define FLASHINFER_MXF8F6F4 "mxf8f6f4.block_scale.scale_vec::1X.m16n8k32"
 #define FLASHINFER_BLOCK_SCALED_MMA(kind, a_type, b_type)                                                            \
   asm("mma.sync.aligned.kind::" kind ".row.col.f32." a_type "." b_type                                               \

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 // GB10 does not reliably honour the release ordering of mbarrier.arrive (flashinfer issue 3658, seen on a DGX Spark and
-// not on SM120; the XQA kernel carries the same remedy). So every arrival, that of a thread that has only read
-// included, has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level
-// one.
+// not on SM120; the XQA kernel carries the same remedy). So a block-level fence stands before every arrival,
+// also before that of a thread that has only read, and a device-level fence before a block counts itself at a counter
+// that other blocks read.
 //
 // Decided by where the binary may run, not by __CUDA_ARCH__: code for 12.1, and code for the family 12.x, which a GB10
 // takes too. Only 12.0a never runs there. Defined on the command line, the macro forces either.
@@ -24,8 +24,7 @@
 
 namespace flashinfer::sm12x::ptx {
 
-// gridDim.x, read where it is asked for: of a value that it could keep, ptxas makes a register where there is none
-// left.
+// gridDim.x, read anew at each call: ptxas would keep the value in a register, and none is left.
 __device__ __forceinline__ int grid_blocks() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
@@ -96,16 +95,16 @@ __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Counts this block among those that have arrived; what its threads wrote before the barrier that this thread comes
-// from is visible to whoever sees the count.
+// Counts this block among those that have arrived. A thread that sees the count also sees the writes that this block's
+// threads made before the barrier in front of this call.
 __device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {
   if constexpr (kFenceArrivals) __threadfence();
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
 }
 
-// Counts the calling thread at a counter in global memory; whether it is the last of so many arrivals. Then it may read
-// what the others wrote, and so may its block behind a barrier: the fence behind the count is by the thread that saw
-// the count, and in front of that barrier, since only so what the others wrote is ordered for all.
+// Counts the calling thread at a counter in global memory, and returns whether it is the last of `arrivals`. The last
+// thread may read the others' writes, and so may its block after a barrier: this thread, which saw the count, fences
+// between the count and that barrier, and only this order makes the writes visible to the whole block.
 __device__ __forceinline__ bool is_last_to_arrive(int* counter, int arrivals) {
   __threadfence();
   const bool last = atomicAdd(counter, 1) == arrivals - 1;
@@ -119,8 +118,8 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
   return value;
 }
 
-// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it the compiler knows that
-// one lane is active. In the streamed kernels it made each bulk copy in a branch on the lane's number a loop over
+// True in one lane of a warp; all lanes must call (section 9.7.13.14). In a branch on it the compiler knows that one
+// lane is active. In a branch on the lane's number it turned each bulk copy of the streamed kernels into a loop over
 // lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -6,11 +6,11 @@
 // Every eight elements lie in the order 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
 // weights.
 //
-// In memory packed rows lie word by word, [words of 128 along K][rows][256 bytes], so that a tile's tokens are one
-// piece of each word; odd rows have neighbouring blocks swapped, so that fragment loads of eight rows have no bank
+// In memory packed rows lie K block by K block, [K blocks][rows][256 bytes], so that a tile's tokens are contiguous in
+// each K block. Odd rows have neighbouring scale blocks swapped, so that fragment loads of eight rows have no bank
 // conflict.
 //
-// RowLoader takes rows of any format, a block of 32 elements to a lane; load_input_eight those of a MoE layer, eight to
+// RowLoader takes rows of any format, a scale block to a lane; load_input_eight takes a MoE layer's, eight elements to
 // a lane.
 #pragma once
 
@@ -22,12 +22,12 @@
 namespace flashinfer::sm12x {
 
 constexpr int kPackedBlockBytes = block_bytes(Element::kBf16);
-constexpr int kPackedRowBytes = kScaleChunkBlocks * kPackedBlockBytes;  // of one word
+constexpr int kPackedRowBytes = kScaleChunkBlocks * kPackedBlockBytes;  // of one K block
 
-// Byte offset of block `k_block` of row `row` of `rows` packed rows.
-__device__ __forceinline__ int64_t packed_offset(int rows, int row, int k_block) {
-  const int word = k_block / kScaleChunkBlocks, block = k_block % kScaleChunkBlocks ^ (row & 1);
-  return (static_cast<int64_t>(word) * rows + row) * kPackedRowBytes + block * kPackedBlockBytes;
+// Byte offset of scale block `scale_block` of row `row` of `rows` packed rows.
+__device__ __forceinline__ int64_t packed_offset(int rows, int row, int scale_block) {
+  const int k_block = scale_block / kScaleChunkBlocks, block = scale_block % kScaleChunkBlocks ^ (row & 1);
+  return (static_cast<int64_t>(k_block) * rows + row) * kPackedRowBytes + block * kPackedBlockBytes;
 }
 
 // Where element `i` of a row stands once it is packed.
@@ -51,8 +51,8 @@ __device__ __forceinline__ uint4 from_eight_bf16(const uint4& k) {
 
 }  // namespace detail
 
-// A block of 32 to MXFP8 and back, by a lane that has all of it: load(q, x) gives elements 8q.., twice, rather than 32
-// of them are held until their largest is known; take(q, eight) gets them packed.
+// Rounds a scale block to MXFP8 and back, in one lane. load(q, x) gives elements 8q..; it is called twice, since the
+// lane has no registers to hold 32 elements until their maximum is known. take(q, eight) gets them packed.
 template <class Load, class Take>
 __device__ __forceinline__ void requantize_block(const Load& load, const Take& take) {
   float amax = 0.0f, x[8];
@@ -84,20 +84,20 @@ __device__ __forceinline__ uint4 load_input_eight(const TokenRows& rows, int64_t
                             : quantize_eight<Mxfp8Rounding, false>(packed, lanes, scale);
     return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(scale));
   }
-  const int k_block = eighth / 4;
-  int64_t scale_at = token * (rows.k / kScaleBlock) + k_block;
+  const int scale_block = eighth / 4;
+  int64_t scale_at = token * (rows.k / kScaleBlock) + scale_block;
   if (rows.format == TokenFormat::kMxfp8Swizzled) {
-    scale_at = swizzled_scale_place(token, k_block, scale_words(rows.k));
+    scale_at = swizzled_scale_place(token, scale_block, scale_words(rows.k));
   }
   const uint2 eight = static_cast<const uint2*>(rows.data)[at];
   return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(rows.scales[scale_at]));
 }
 
-// A block of a row of any format; zeros where it is not wanted.
+// A scale block of a row of any format; zeros where it is not wanted.
 struct RowLoader {
   const TokenRows& rows;
   int64_t row;
-  int k_block;
+  int scale_block;
   bool wanted;
 
   // Packed: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), as at the top of this file.
@@ -118,20 +118,22 @@ struct RowLoader {
 
  private:
   __device__ __forceinline__ const uint8_t* at(int bytes_of_block) const {
-    const int64_t block = row * (rows.k / kScaleBlock) + k_block;
+    const int64_t block = row * (rows.k / kScaleBlock) + scale_block;
     return static_cast<const uint8_t*>(rows.data) + (wanted ? block * bytes_of_block : 0);
   }
 
-  // Bits of a scale, the `i`-th of a block's.
+  // Bits of a block's `i`-th scale.
   __device__ __forceinline__ uint32_t scale_bits(Element element, int i) const {
-    const int of_block = kScaleBlock / scale_block(element);
-    const int64_t place = swizzled_scale_place(row, k_block * of_block + i, scale_words(element, rows.k));
+    const int of_block = kScaleBlock / elements_per_scale(element);
+    const int64_t place = swizzled_scale_place(row, scale_block * of_block + i, scale_words(element, rows.k));
     return wanted ? rows.scales[place] : 0;
   }
 
   __device__ __forceinline__ float scale() const {
-    int64_t place = row * (rows.k / kScaleBlock) + k_block;
-    if (rows.format != TokenFormat::kMxfp8Linear) { place = swizzled_scale_place(row, k_block, scale_words(rows.k)); }
+    int64_t place = row * (rows.k / kScaleBlock) + scale_block;
+    if (rows.format != TokenFormat::kMxfp8Linear) {
+      place = swizzled_scale_place(row, scale_block, scale_words(rows.k));
+    }
     return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
   }
 
@@ -177,14 +179,14 @@ struct RowLoader {
                       ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
   }
 
-  // A word of 128 elements, or what the row's last has of them, in two planes (types.h).
+  // A K block, of which the row's last may be shorter, has two planes (types.h).
   __device__ __forceinline__ void load_mxfp6(uint4 (&eights)[4]) const {
-    const int first = k_block & ~(kScaleChunkBlocks - 1), block = k_block - first;
+    const int first = scale_block & ~(kScaleChunkBlocks - 1), block = scale_block - first;
     const int blocks = min(kScaleChunkBlocks, rows.k / kScaleBlock - first);
     const int64_t start = row * row_bytes(Element::kE2m3, rows.k) + first * block_bytes(Element::kE2m3);
-    const uint8_t* word = static_cast<const uint8_t*>(rows.data) + (wanted ? start : 0);
-    const uint4 nibbles = ptx::load_16_bytes_if(wanted, word + block * kNibbleBytes);
-    const uint8_t* at_pairs = word + blocks * kNibbleBytes + block * kPairBytes;
+    const uint8_t* k_block = static_cast<const uint8_t*>(rows.data) + (wanted ? start : 0);
+    const uint4 nibbles = ptx::load_16_bytes_if(wanted, k_block + block * kNibbleBytes);
+    const uint8_t* at_pairs = k_block + blocks * kNibbleBytes + block * kPairBytes;
     const uint2 pairs = wanted ? *reinterpret_cast<const uint2*>(at_pairs) : make_uint2(0, 0);
     const float s = ptx::ue8m0_to_f32<0>(scale_bits(Element::kE2m3, 0));
     const uint32_t of[6] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w, pairs.x, pairs.y};
@@ -205,7 +207,7 @@ struct RowLoader {
     }
   }
 
-  // Loads the words that an expansion takes; elements come in the order in which it gives them.
+  // Expands the 32-bit words of a block; elements come in the order of the expansion.
   template <Element kElement>
   static __device__ __forceinline__ void load_eights(const uint32_t* block, float scale, uint4 (&eights)[4]) {
     using Expansion = mma::Expansion<kElement, mma::Saves::kInstructions>;

@@ -18,27 +18,28 @@ struct PackRowsParams {
   TokenRows rows;
   int num_rows;
   Element weights;  // that the rows are multiplied with
-  uint8_t* packed;  // [words][num_rows][kPackedRowBytes] (load.cuh)
+  uint8_t* packed;  // [K blocks][num_rows][kPackedRowBytes] (load.cuh)
   int* counters;  // to zero
   int num_counters;
 };
 
 constexpr int kPackRowsThreads = 256;
 
-// A thread takes a block of 32 elements, whatever its format (moe_pack_kernel: eight, since a layer's few tokens go to
-// several places each); blocks beyond K, up to a whole word, become zeros.
+// A thread takes a scale block of any format (moe_pack_kernel: eight elements, since a layer's few tokens go to several
+// places each). Scale blocks beyond K, up to a whole K block, become zeros.
 __global__ void __launch_bounds__(kPackRowsThreads) pack_rows_kernel(const __grid_constant__ PackRowsParams p) {
   ptx::wait_for_prerequisite_grids();
   ptx::launch_dependent_grids();
-  const int blocks = kScaleChunkBlocks * scale_words(p.rows.k);
+  const int blocks = kScaleChunkBlocks * k_blocks_of(p.rows.k);
   const int first = static_cast<int>(blockIdx.x) * kPackRowsThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kPackRowsThreads;
   for (int i = first; i < p.num_counters; i += stride) p.counters[i] = 0;
   for (int64_t i = first; i < static_cast<int64_t>(p.num_rows) * blocks; i += stride) {
-    const int row = static_cast<int>(i / blocks), k_block = static_cast<int>(i - static_cast<int64_t>(row) * blocks);
+    const int row = static_cast<int>(i / blocks),
+              scale_block = static_cast<int>(i - static_cast<int64_t>(row) * blocks);
     uint4 eights[4];
-    RowLoader{p.rows, row, k_block, k_block * kScaleBlock < p.rows.k}.load(eights);
-    uint4* to = reinterpret_cast<uint4*>(p.packed + packed_offset(p.num_rows, row, k_block));
+    RowLoader{p.rows, row, scale_block, scale_block * kScaleBlock < p.rows.k}.load(eights);
+    uint4* to = reinterpret_cast<uint4*>(p.packed + packed_offset(p.num_rows, row, scale_block));
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       if (lanes_take_eights(p.weights)) {
@@ -59,18 +60,18 @@ struct PackTokensParams {
   const int32_t* positions;  // [tokens, top_k] in expert order, -1: no local expert; null: the order of tokens
   int num_tokens;
   int top_k;  // 1 without positions
-  uint8_t* tokens;  // [scale_words(k)][tokens * top_k][kPackedRowBytes]
+  uint8_t* tokens;  // [K blocks][tokens * top_k][kPackedRowBytes]
 
   unsigned* counters;  // to zero
   int num_counters;  // at most kPackTokensThreads
-  const void* prefetch;  // into L2, what the next kernel reads first
+  const void* prefetch;  // memory that the next kernel reads first, brought into L2
   int prefetch_bytes;
 };
 
 constexpr int kPackTokensThreads = 256;
 
 // A thread converts eight elements of a token at a time and writes them wherever the token goes; elements beyond K, up
-// to a whole word, become zeros.
+// to a whole K block, become zeros.
 __global__ void __launch_bounds__(kPackTokensThreads) moe_pack_kernel(const __grid_constant__ PackTokensParams p) {
   ptx::launch_dependent_grids();
   ptx::wait_for_prerequisite_grids();
@@ -80,20 +81,20 @@ __global__ void __launch_bounds__(kPackTokensThreads) moe_pack_kernel(const __gr
     }
     if (threadIdx.x < p.num_counters) p.counters[threadIdx.x] = 0;
   }
-  const int row_eighths = 4 * kScaleChunkBlocks * scale_words(p.input.k);
+  const int row_eighths = 4 * kScaleChunkBlocks * k_blocks_of(p.input.k);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kPackTokensThreads + threadIdx.x;
   const int stride = static_cast<int>(gridDim.x) * kPackTokensThreads;
   const int stride_tokens = stride / row_eighths, stride_eighths = stride - stride_tokens * row_eighths;
   int token = static_cast<int>(first / row_eighths);
   int eighth = static_cast<int>(first - static_cast<int64_t>(token) * row_eighths);
   while (token < p.num_tokens) {
-    const int k_block = eighth / 4;
+    const int scale_block = eighth / 4;
     uint4 packed = make_uint4(0, 0, 0, 0);
-    if (k_block * kScaleBlock < p.input.k) packed = load_input_eight(p.input, token, eighth);
+    if (scale_block * kScaleBlock < p.input.k) packed = load_input_eight(p.input, token, eighth);
     for (int slot = 0; slot < p.top_k; ++slot) {
       const int row = p.positions != nullptr ? p.positions[token * p.top_k + slot] : token;
       if (row < 0) continue;
-      uint8_t* block = p.tokens + packed_offset(p.num_tokens * p.top_k, row, k_block);
+      uint8_t* block = p.tokens + packed_offset(p.num_tokens * p.top_k, row, scale_block);
       reinterpret_cast<uint4*>(block)[eighth % 4] = packed;
     }
     token += stride_tokens;

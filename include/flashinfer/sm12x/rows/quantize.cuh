@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t block_scale(float amax) {
   return static_cast<uint32_t>(max(scale, 0));
 }
 
-// 2^(127 - scale), what values are multiplied with before they are rounded. The scale is 255 only beside NaN.
+// 2^(127 - scale), the factor of values before they are rounded. A scale of 255 only comes with NaN.
 __device__ __forceinline__ float inverse_scale(uint32_t scale) {
   return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
 }
@@ -135,8 +135,8 @@ __device__ __forceinline__ typename Rounding::Eight quantize_eight(const uint4& 
 template <class Rounding, bool kBf16>
 __device__ __forceinline__ void quantize_row(const void* row, int k, uint8_t* values, uint8_t* scales) {
   const uint4* source = static_cast<const uint4*>(row);
-  const int pieces = k / 8;  // a multiple of 4
-  for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+  const int eights = k / 8;  // a multiple of 4
+  for (int i = threadIdx.x; i < eights; i += blockDim.x) {
     const unsigned lanes = 0xFu << (threadIdx.x % 32 & ~3u);
     uint32_t scale;
     reinterpret_cast<typename Rounding::Eight*>(values)[i] = quantize_eight<Rounding, kBf16>(source[i], lanes, scale);

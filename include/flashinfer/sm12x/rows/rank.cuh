@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A number and its place in a row as one integer: of two, the larger one belongs to the larger number, and among equal
-// numbers to the place that comes first. Ranks of a row differ, so that the largest do not depend on who looks when.
+// numbers to the place that comes first. Ranks of a row differ, so that the largest do not depend on the order of
+// threads.
 #pragma once
 
 #include <cstdint>

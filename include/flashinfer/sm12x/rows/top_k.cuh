@@ -3,7 +3,7 @@
 // The largest numbers of each row of logits and their places, of equal ones those that come first, in two launches:
 //
 //   chunk_top_k_kernel  of each chunk of a row, by one block
-//   row_top_k_kernel    of a row, from what its chunks gave, or what a dense layer left (stream/dense.cuh)
+//   row_top_k_kernel    of a row, from the ranks that its chunks gave, or that a dense layer left (stream/dense.cuh)
 //
 // No counters and no memory that must hold something before: the end of the first launch is the grid barrier.
 #pragma once
@@ -18,16 +18,16 @@ namespace flashinfer::sm12x {
 
 constexpr int kTopKThreads = 256;
 constexpr int kTopKWarps = kTopKThreads / 32;
-constexpr int kTopKChunk = 2048;  // of a row, for one block
+constexpr int kTopKChunk = 2048;  // logits of a row that one block searches
 constexpr int kMaxRowTopK = 8;
 
 struct RowTopKParams {
   const void* logits;  // [num_rows, n]
   ScalarType type;
   int num_rows, n, top_k;
-  uint64_t* ranks;  // [num_rows, count]: what is left of each row
+  uint64_t* ranks;  // [num_rows, count]: the candidates of each row
   int count;
-  int64_t first_index;  // of the row's first logit
+  int64_t first_index;  // index of a row's first logit
   float* values;  // [num_rows, top_k]
   int64_t* indices;  // [num_rows, top_k]
 };
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTopKThreads) row_top_k_kernel(const __grid_co
       });
 }
 
-// From ranks that are there, or on their way in the launch in front.
+// From ranks that exist, or that the launch in front writes.
 inline Status run_top_k_of_ranks(const RowTopKParams& p, const LaunchOptions& options) {
   return {launch_kernel(row_top_k_kernel, p, p.num_rows, kTopKThreads, 0, options), "top-k of rows"};
 }

@@ -10,8 +10,8 @@
 //   epilogue warps   take turns at the units: fill the ring's stages with weights as long as
 //                    there are free ones; when the MMA warps are through with a unit, add their
 //                    partial sums in K order, fill its stages again, and store the outputs
-//   MMA warps        each holds its part of K of a tile's tokens in registers, and multiplies it
-//                    with the same part of every weight row that comes through the ring
+//   MMA warps        each holds its range of K of a tile's tokens in registers, and multiplies it
+//                    with the same range of every weight row that comes through the ring
 //   ring             stages in shared memory. `full`: copies have landed. `done`: partial sums
 //                    stand where weights were
 //
@@ -23,8 +23,8 @@
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
 //   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
-// A narrow tile's bfloat16 tokens may be normed on their way (RowNorm). A warp that has no more stages to fill asks for
-// what the next launch reads (ReadAhead).
+// bfloat16 tokens of a narrow tile may be normed as they are loaded (RowNorm). A warp that has no more stages to fill
+// prefetches for the next launch (ReadAhead).
 //
 // Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
 // in bfloat16 whatever the format (NVFP4's global scale is `alpha`), so that one kind of MMA serves all.
@@ -42,8 +42,8 @@ struct DenseRing : StreamRing<DenseStorage::kRing> {
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
 };
 
-// A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i +
-// 4 of eight, or i and i + 2 of four.
+// A scale block as RowLoader gives it, in the order of expanded weights of the format: pairs of elements i and i + 4 of
+// eight, or i and i + 2 of four.
 template <Element kWeights>
 __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock& to) {
 #pragma unroll
@@ -57,16 +57,16 @@ __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock&
   }
 }
 
-// Which block of 32 a lane's `i`-th is, of the tokens that its warp holds.
+// The token and scale block of a lane's `i`-th block among the tokens that its warp holds.
 template <class Shape>
 struct LaneBlock {
-  int token, k_block;
+  int token, scale_block;
   bool wanted;  // there is such a token, and such a K
 
   __device__ __forceinline__ LaneBlock(const SlabMultiplier<Shape>& slab, int i, int count, int k, int lane)
-      : token(8 * (i / Shape::kWords) + lane / 4),
-        k_block((slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4),
-        wanted(slab.works() && token < count && k_block * kScaleBlock < k) {}
+      : token(8 * (i / Shape::kKBlocks) + lane / 4),
+        scale_block((slab.first_k_block() + i % Shape::kKBlocks) * kScaleChunkBlocks + lane % 4),
+        wanted(slab.works() && token < count && scale_block * kScaleBlock < k) {}
 
   // Four eights of bfloat16 rows, from number `eight` on; zeros where the block is not wanted, or there are no rows.
   __device__ __forceinline__ void load(const void* rows, int64_t eight, uint4 (&to)[4]) const {
@@ -78,12 +78,13 @@ struct LaneBlock {
   }
 };
 
-// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K. bfloat16 tokens of a narrow
-// tile are all on their way at once; of others a block is, for want of registers and to keep the code short.
+// Loads the warp's range of K of a tile's tokens; zeros where there is no token, or no K. A narrow tile's bfloat16
+// tokens are all in flight at once. Others are loaded one scale block at a time: registers are few, and the code stays
+// short.
 template <class Shape>
 __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
                                             int lane) {
-  constexpr int kBlocks = Shape::kTokenSteps * Shape::kWords;
+  constexpr int kBlocks = Shape::kTokenSteps * Shape::kKBlocks;
   TokenBlock* const blocks = &slab.tokens[0][0];
   if constexpr (Shape::kTokenSteps == 1) {
     if (p.tokens.format == TokenFormat::kBf16) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
-        const int64_t element = static_cast<int64_t>(first + block.token) * p.gemm.k + block.k_block * kScaleBlock;
+        const int64_t element = static_cast<int64_t>(first + block.token) * p.gemm.k + block.scale_block * kScaleBlock;
         block.load(p.tokens.data, element / 8, rows[i]);
       }
 #pragma unroll
@@ -108,20 +109,19 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
     shift_blocks<kBlocks>(blocks);
     const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
     uint4 eights[4];
-    RowLoader{p.tokens, first + block.token, block.k_block, block.wanted}.load(eights);
+    RowLoader{p.tokens, first + block.token, block.scale_block, block.wanted}.load(eights);
     pack_block<Shape::kWeights>(eights, blocks[kBlocks - 1]);
   }
 }
 
-// Tokens of a narrow tile behind the norm, but for their factors (RowNorm). The sum of squares that this warp has of
-// each goes to `squares`, one of the first group's warps; null for others. Block 0's first group writes what rows add
-// up to.
+// Loads a narrow tile's tokens normed, without their factors (RowNorm). A warp of the first group leaves its sum of
+// squares of each token in `squares`, which is null for other groups. Block 0's first group writes the rows' sums.
 template <class Shape>
 __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
                                                    float* squares, int lane) {
   static_assert(Shape::kTokenSteps == 1, "beside more tokens there are no registers for their addends and weights");
   static_assert(Shape::kMmaWarps <= DenseStorage::kMostWarps, "each warp that shares K has squares of its own");
-  constexpr int kBlocks = Shape::kWords;
+  constexpr int kBlocks = Shape::kKBlocks;
   TokenBlock* const blocks = &slab.tokens[0][0];
   float square = 0.0f;
 #pragma unroll 1
@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMul
     shift_blocks<kBlocks>(blocks);
     const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
     const bool writes = p.norm.sum != nullptr && blockIdx.x == 0 && squares != nullptr && block.wanted;
-    const int eight = block.k_block * (kScaleBlock / 8), at = block.token * (p.gemm.k / 8) + eight;
+    const int eight = block.scale_block * (kScaleBlock / 8), at = block.token * (p.gemm.k / 8) + eight;
     uint4 eights[4], addends[4], weights[4];
     block.load(p.tokens.data, at, eights);
     block.load(p.norm.addend, at, addends);
@@ -219,7 +219,8 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
       loaded = p.norm.weight != nullptr;
       if (loaded && slab.works()) {
         const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
-        float* squares = of_first_group ? ring.squares() + slab.first_word() / Shape::kWords * kNarrowTokens : nullptr;
+        float* squares =
+            of_first_group ? ring.squares() + slab.first_k_block() / Shape::kKBlocks * kNarrowTokens : nullptr;
         load_normed_tokens<Shape>(p, slab, count, squares, lane);
       }
     }
@@ -273,7 +274,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
     fill_slice(g, ring, stage, DenseStep(work, stage / g.slices).weight_unit(), stage % g.slices, lane);
   }
-  ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
+  ptx::wait_for_prerequisite_grids();  // earlier launches have read what the outputs overwrite
 
   const int pitch = static_cast<int>(gridDim.x) * epilogue_warps;
   uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * epilogue_warps + warp : nullptr;
@@ -283,7 +284,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   }
   LargestOutputs<Shape> largest;
   RowFactors factors;
-  bool normed = p.norm.weight == nullptr, ahead = false;  // factors are known; what comes behind has been asked for
+  bool normed = p.norm.weight == nullptr, ahead = false;  // factors are known; the next launch's data is prefetched
 
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The streamed GEMM on the device, without those who use it: the ring of stages, the copies that fill a stage, the
-// multiply of one slab, and the sum of what the warps that share K made of it.
+// The streamed GEMM on the device, for dense.cuh and moe.cuh: the ring of stages, the copies that fill a stage, the
+// multiply of one slab, and the sum over the warps that share K.
 //
-// A lane of the MMA warps holds 32-block t of a word, t its place in its quad, of weight rows g and g + 8 and of tokens
-// g: a whole scale block of each. The order of K inside a block is free as long as both operands agree.
+// Lane 4g + t of an MMA warp holds scale block t of a K block, of weight rows g and g + 8 and of tokens g. The order of
+// K inside a block is free as long as both operands agree.
 #pragma once
 
 #include <type_traits>
@@ -18,8 +18,8 @@
 
 namespace flashinfer::sm12x {
 
-// A lane's block of one token as bfloat16 pairs, in the order in which expanded weights come: number 2q + h for MMA 2q
-// + h of a word.
+// A lane's scale block of one token as bfloat16 pairs, in the order of expanded weights: pair 2q + h is for MMA 2q + h
+// of a K block.
 using TokenBlock = uint32_t[8][2];
 
 // Elements 8q.. of a block, packed (rows/load.cuh).
@@ -82,22 +82,22 @@ struct RingPlace {
   }
 };
 
-// Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the
+// Fills a stage with a unit of a matrix: weights, their scales and biases. One thread calls it when no warp uses the
 // stage any more; it arrives at `full`, and the rest of its warp must.
 template <class Ring>
 __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ring, int stage, int matrix, int unit) {
-  const int rows = g.part_rows(), bytes = rows * g.row_bytes, piece_bytes = g.piece_bytes();
+  const int rows = g.part_rows(), bytes = rows * g.row_bytes, box_bytes = g.scale_box_bytes();
   const int bias_bytes = g.bias != nullptr ? rows * g.bias_bytes() : 0;
   uint8_t* to = ring.stage(stage);
   uint64_t* full = ring.full(stage);
 
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
-  ptx::mbarrier_arrive_expect(full, g.parts * (bytes + piece_bytes + bias_bytes));
+  ptx::mbarrier_arrive_expect(full, g.parts * (bytes + box_bytes + bias_bytes));
   for (int part = 0; part < g.parts; ++part) {
     const int row = unit * rows + part * g.out;
     ptx::bulk_copy(to + part * bytes, g.weights + matrix * g.weight_pitch + static_cast<int64_t>(row) * g.row_bytes,
                    bytes, full);
-    ptx::tensor_copy_3d(to + g.scale_offset + part * piece_bytes, &g.scales, (row % 32 & ~(g.piece_rows - 1)) * 4, 0,
+    ptx::tensor_copy_3d(to + g.scale_offset + part * box_bytes, &g.scales, (row % 32 & ~(g.scale_box_rows - 1)) * 4, 0,
                         matrix * g.scale_pitch + row / kScaleChunkRows, full);
     if (bias_bytes != 0) {
       const int64_t at = static_cast<int64_t>(matrix) * g.parts * g.out + row;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ri
   }
 }
 
-// The same of one slice of a unit of one matrix of one part, row by row where a stage pads them. One warp.
+// The same for a slice of a unit, of one matrix of one part; row by row where a stage pads rows. One warp calls it.
 template <class Ring>
 __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ring, int stage, int unit, int slice,
                                            int lane) {
@@ -126,9 +126,9 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   const bool elected = ptx::elect_one();
   const int lanes_rows = whole ? (elected ? valid : 0) : (valid - lane + 31) / 32;
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
-  ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
+  ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.scale_box_bytes() : 0));
   if (elected) {
-    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4,
+    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.scale_box_rows - 1)) * 4,
                         slice * g.stage_scale_words, first / kScaleChunkRows, full);
     if (whole) ptx::bulk_copy(to, from, valid * bytes, full);
   }
@@ -137,19 +137,19 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   }
 }
 
-// Prefetches part `part` of `parts` of what the next launch reads; each warp that fills rings takes one. All lanes
+// Prefetches share `share` of `shares` of what the next launch reads; each warp that fills rings takes one. All lanes
 // call.
-__device__ __forceinline__ void read_ahead(const ReadAhead& next, int part, int parts) {
+__device__ __forceinline__ void read_ahead(const ReadAhead& next, int share, int shares) {
   const int64_t sixteens = next.bytes / 16;
-  const int64_t begin = sixteens * part / parts, end = sixteens * (part + 1) / parts;
+  const int64_t begin = sixteens * share / shares, end = sixteens * (share + 1) / shares;
   if (begin < end && ptx::elect_one()) {
     ptx::bulk_prefetch_to_l2(static_cast<const uint8_t*>(next.data) + 16 * begin,
                              static_cast<uint32_t>(16 * (end - begin)));
   }
 }
 
-// MMA row g as a row of the slab's eight. Eight lanes (two rows of four blocks) are served together by shared memory:
-// of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
+// The row of a slab's eight that MMA row g multiplies. Shared memory serves eight lanes together: four scale blocks of
+// two rows. For 16-byte scale blocks, pair rows that lie half the banks' 128-byte period apart, if there are any.
 template <class Shape>
 __device__ __forceinline__ int slab_row(int g, int pitch) {
   if (!lanes_take_eights(Shape::kWeights)) return g;
@@ -181,13 +181,13 @@ struct PartialPlace {
   int offset[Shape::kTokenSteps];  // in the stage's first slab
   int next_slab;
 
-  // `warp` is one of the stage's, whose first word of K is `first_word`.
-  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows<Shape>& rows, int first_word, int warp,
-                                          int lane) {
-    const int word = warp * Shape::kWords, t = lane % 4;
-    const bool within = ((first_word + word) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
+  // `warp` is one of the stage's warps, `first_k_block` the stage's first.
+  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows<Shape>& rows, int first_k_block,
+                                          int warp, int lane) {
+    const int k_block = warp * Shape::kKBlocks, t = lane % 4;
+    const bool within = ((first_k_block + k_block) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
     const int tail = g.tail_offset + lane * 16;
-    const int column = word * Shape::kWordBytes + t * Shape::kFirstPlaneBytes;
+    const int column = k_block * Shape::kKBlockBytes + t * Shape::kFirstPlaneBytes;
     next_slab = within ? rows.next_slab : Shape::kTokenSteps * kTailStep;
 #pragma unroll
     for (int step = 0; step < Shape::kTokenSteps; ++step) {
@@ -196,15 +196,15 @@ struct PartialPlace {
   }
 };
 
-// The part of an MMA warp: kWords words along K of one slab of each unit.
+// An MMA warp's share of each unit: kKBlocks K blocks of one slab.
 template <class Shape>
 class SlabMultiplier {
-  static constexpr int kSteps = Shape::kTokenSteps, kWords = Shape::kWords;
+  static constexpr int kSteps = Shape::kTokenSteps, kKBlocks = Shape::kKBlocks;
   using Expansion = mma::Expansion<Shape::kWeights, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
-  // Where a lane finds one word's operands in the first stage: weights of row g, and their scales but for the row's
-  // quarter of the chunk. Those of row g + 8 lie the same distance behind, whatever the word.
+  // Where a lane finds a K block's operands in the first stage: weights of row g, and their scales without the offset
+  // of the row's quarter of the chunk. Those of row g + 8 lie the same distance behind in every K block.
   struct Operands {
     uint32_t weights, scale;
   };
@@ -212,7 +212,7 @@ class SlabMultiplier {
  public:
   static constexpr float kAccumulatorScale = Expansion::kAccumulatorScale;
 
-  TokenBlock tokens[kSteps][kWords];
+  TokenBlock tokens[kSteps][kKBlocks];
 
   // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
   // work.
@@ -222,64 +222,64 @@ class SlabMultiplier {
     const int group_warp = warp - group * unit_warps;
     slice_ = Shape::kSliced ? static_cast<unsigned>(group_warp) / static_cast<unsigned>(g.stage_warps) : 0;
     const int stage_warp = Shape::kSliced ? group_warp - slice_ * g.stage_warps : group_warp;
-    const int slice_word = Shape::kSliced ? slice_ * g.stage_words : 0;
+    const int slice_k_block = Shape::kSliced ? slice_ * g.stage_k_blocks : 0;
     belongs_ = group < static_cast<unsigned>(g.groups);
     works_ = belongs_ && group_warp < g.k_warps;
-    first_word_ = slice_word + stage_warp * kWords;
+    first_k_block_ = slice_k_block + stage_warp * kKBlocks;
     const int row = slab_row<Shape>(lane / 4, g.pitch);
     const uint32_t base = ptx::shared_address(first_stage);
     const LaneRows<Shape> rows(g, row);
-    const PartialPlace<Shape> partial(g, rows, slice_word, stage_warp, lane);
+    const PartialPlace<Shape> partial(g, rows, slice_k_block, stage_warp, lane);
     first_partial_ = base + partial.offset[0] + group * partial.next_slab;
     first_row_ = group * g.slab_outputs();
     second_part_ = Shape::two_parts(g) ? g.out : 0;
-    const uint32_t in_piece =
-        16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
+    const uint32_t in_box =
+        16 * (first_row_ & (g.scale_box_rows - 1));  // where the slab's first row stands in its quarter
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is
+    for (int kb = 0; kb < kKBlocks; ++kb) {
+      // A lane whose scale block lies beyond K takes the first of this K block, or of the warp's first: its tokens are
       // 0.
-      int word = stage_warp * kWords + w;
-      if (slice_word + word >= g.words) word -= w;
-      const int first_block = (slice_word + word) * kScaleChunkBlocks;
+      int k_block = stage_warp * kKBlocks + kb;
+      if (slice_k_block + k_block >= g.k_blocks) k_block -= kb;
+      const int first_block = (slice_k_block + k_block) * kScaleChunkBlocks;
       const int t = (first_block + lane % 4) * kScaleBlock < g.k ? lane % 4 : 0;
-      const uint32_t column = base + group * rows.next_slab + word * Shape::kWordBytes + rows.low;
-      operands_[w].weights = column + t * Shape::kFirstPlaneBytes;
+      const uint32_t column = base + group * rows.next_slab + k_block * Shape::kKBlockBytes + rows.low;
+      operands_[kb].weights = column + t * Shape::kFirstPlaneBytes;
       if constexpr (Shape::kTwoPlanes) {
-        const int blocks = min(kScaleChunkBlocks, g.k / kScaleBlock - first_block);  // of the word
+        const int blocks = min(kScaleChunkBlocks, g.k / kScaleBlock - first_block);  // of the K block
         const int distance = blocks * kNibbleBytes + t * kPairBytes - t * Shape::kFirstPlaneBytes;
-        second_plane_ |= distance << (8 * w);
+        second_plane_ |= distance << (8 * kb);
       }
-      const int scale = t * Shape::kScaleWords;  // the lane's first of the word's
-      const int scale_word = word * Shape::kScaleWords + scale / kScaleChunkBlocks;
-      operands_[w].scale =
-          base + g.scale_offset + in_piece + 16 * (scale_word * g.piece_rows + row) + scale % kScaleChunkBlocks;
+      const int scale = t * Shape::kScaleWords;  // the lane's first in the K block
+      const int scale_word = k_block * Shape::kScaleWords + scale / kScaleChunkBlocks;
+      operands_[kb].scale =
+          base + g.scale_offset + in_box + 16 * (scale_word * g.scale_box_rows + row) + scale % kScaleChunkBlocks;
     }
-    next_scale_ = Shape::two_parts(g) ? g.piece_bytes() : 8 * 16;
+    next_scale_ = Shape::two_parts(g) ? g.scale_box_bytes() : 8 * 16;
   }
 
   __device__ __forceinline__ bool works() const { return works_; }
-  // One of the warps that release stages of a dense layer; of a MoE layer's stage each warp does.
+  // Whether the warp releases stages of a dense layer. In a MoE layer every warp does.
   __device__ __forceinline__ bool belongs() const { return belongs_; }
   // The stage of a unit that holds the warp's K.
   __device__ __forceinline__ int slice() const { return slice_; }
-  // First of the warp's words.
-  __device__ __forceinline__ int first_word() const { return first_word_; }
+  // The warp's first K block.
+  __device__ __forceinline__ int first_k_block() const { return first_k_block_; }
 
   // A slab of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
   __device__ __forceinline__ void clear(uint32_t stage, uint32_t next_weights) const {
     constexpr float kZeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
+    for (int kb = 0; kb < kKBlocks; ++kb) {
 #pragma unroll
       for (int i = 0; i < Shape::kBlockBytes; i += 16) {
-        ptx::store_shared_vector(operands_[w].weights + stage + i, kZeros);
-        ptx::store_shared_vector(operands_[w].weights + stage + next_weights + i, kZeros);
+        ptx::store_shared_vector(operands_[kb].weights + stage + i, kZeros);
+        ptx::store_shared_vector(operands_[kb].weights + stage + next_weights + i, kZeros);
       }
 #pragma unroll
       for (int i = 0; i < Shape::kScaleWords; ++i) {  // a block's scales
-        ptx::store_shared_byte(operands_[w].scale + stage + quarter(first_row_) + i, 0);
-        ptx::store_shared_byte(operands_[w].scale + stage + next_scale_ + quarter(first_row_ + second_part_) + i, 0);
+        ptx::store_shared_byte(operands_[kb].scale + stage + quarter(first_row_) + i, 0);
+        ptx::store_shared_byte(operands_[kb].scale + stage + next_scale_ + quarter(first_row_ + second_part_) + i, 0);
       }
     }
     __syncwarp();
@@ -308,16 +308,16 @@ class SlabMultiplier {
   // A chunk of scales holds rows r, r + 32, r + 64 and r + 96 side by side.
   static __device__ __forceinline__ uint32_t quarter(uint32_t row) { return (row >> 3) & 12; }
 
-  __device__ __forceinline__ void load_weights(int w, uint32_t stage, uint32_t next_weights, Block (&rows)[2]) const {
+  __device__ __forceinline__ void load_weights(int kb, uint32_t stage, uint32_t next_weights, Block (&rows)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t row = stage + r * next_weights;
 #pragma unroll
       for (int i = 0; i < Shape::kFirstPlaneBytes / 16; ++i) {
-        ptx::load_shared_vector(&rows[r][4 * i], operands_[w].weights + row + 16 * i);
+        ptx::load_shared_vector(&rows[r][4 * i], operands_[kb].weights + row + 16 * i);
       }
       if constexpr (Shape::kTwoPlanes) {
-        ptx::load_shared_pair(&rows[r][4], operands_[w].weights + row + (second_plane_ >> (8 * w) & 0xFFu));
+        ptx::load_shared_pair(&rows[r][4], operands_[kb].weights + row + (second_plane_ >> (8 * kb) & 0xFFu));
       }
     }
   }
@@ -327,8 +327,8 @@ class SlabMultiplier {
     return Shape::kScaleWords == 2 ? ptx::load_shared_half(address) : ptx::load_shared_byte(address);
   }
 
-  // Where a token step's partial sums go in the first stage (PartialPlace): where weights of the first word were, or in
-  // the tail. Worked out where it is needed, for with sixteen tokens there is no register to keep a second one.
+  // Where a token step's partial sums go in the first stage (PartialPlace): over weights of the first K block, or to
+  // the tail. Computed where it is needed, since with sixteen tokens no register is free for a second address.
   __device__ __forceinline__ uint32_t partial(int step, uint32_t next_weights) const {
     const bool in_weights = first_partial_ == operands_[0].weights;
     return first_partial_ + step * (in_weights ? next_weights : PartialPlace<Shape>::kTailStep);
@@ -338,41 +338,42 @@ class SlabMultiplier {
   template <int kActive>
   __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t next_weights) const {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
-    Block weights[kWords][2];
-    uint32_t scales[kWords][2], nan[2] = {0, 0};
-    // Words whose weights are asked for before scales are looked at: all where registers allow, else the first.
-    constexpr int kAhead = kSteps == 1 && kWords * Shape::kBlockBytes <= 64 ? kWords : 1;
+    Block weights[kKBlocks][2];
+    uint32_t scales[kKBlocks][2], nan[2] = {0, 0};
+    // K blocks whose weights are loaded before scales are looked at: all where registers allow, else the first.
+    constexpr int kAhead = kSteps == 1 && kKBlocks * Shape::kBlockBytes <= 64 ? kKBlocks : 1;
     // Scales are looked at together, to see whether they fold; NVFP4's, which do, come with their weights.
-    constexpr int kScalesAhead = Shape::kScaleWords == 2 ? kAhead : kWords;
-    auto load_word_scales = [&](int w) {
-      scales[w][0] = load_scales(operands_[w].scale + low_quarter);
-      scales[w][1] = load_scales(operands_[w].scale + high_quarter);
+    constexpr int kScalesAhead = Shape::kScaleWords == 2 ? kAhead : kKBlocks;
+    auto load_scales_of_k_block = [&](int kb) {
+      scales[kb][0] = load_scales(operands_[kb].scale + low_quarter);
+      scales[kb][1] = load_scales(operands_[kb].scale + high_quarter);
     };
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      if (w < kAhead) load_weights(w, stage, next_weights, weights[w]);
-      if (w < kScalesAhead) load_word_scales(w);
+    for (int kb = 0; kb < kKBlocks; ++kb) {
+      if (kb < kAhead) load_weights(kb, stage, next_weights, weights[kb]);
+      if (kb < kScalesAhead) load_scales_of_k_block(kb);
     }
     float chain[kActive][kChains<kActive>][4] = {};
-    auto multiply_words = [&](auto large, const auto& factor) {
+    auto multiply_k_blocks = [&](auto large, const auto& factor) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (w >= kAhead) load_weights(w, stage, next_weights, weights[w]);
-        if (w >= kScalesAhead) load_word_scales(w);
-        multiply_word<decltype(large)::value>(weights[w], factor(scales[w][0]), factor(scales[w][1]), w, chain, nan);
+      for (int kb = 0; kb < kKBlocks; ++kb) {
+        if (kb >= kAhead) load_weights(kb, stage, next_weights, weights[kb]);
+        if (kb >= kScalesAhead) load_scales_of_k_block(kb);
+        multiply_k_block<decltype(large)::value>(weights[kb], factor(scales[kb][0]), factor(scales[kb][1]), kb, chain,
+                                                 nan);
       }
     };
     if constexpr (Shape::kScaleWords == 2) {
-      multiply_words(std::false_type{},
-                     [](uint32_t two) { return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu); });
+      multiply_k_blocks(std::false_type{},
+                        [](uint32_t two) { return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu); });
     } else {
       uint32_t largest = 0;
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
+      for (int kb = 0; kb < kKBlocks; ++kb) largest = max(largest, max(scales[kb][0], scales[kb][1]));
       if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
-        multiply_words(std::true_type{}, [](uint32_t s) { return mma::scale_pair(s); });
+        multiply_k_blocks(std::true_type{}, [](uint32_t s) { return mma::scale_pair(s); });
       } else {
-        multiply_words(std::false_type{}, [](uint32_t s) { return Expansion::folded_factor(s); });
+        multiply_k_blocks(std::false_type{}, [](uint32_t s) { return Expansion::folded_factor(s); });
       }
     }
     if (Expansion::kHasNan) spread_nan(nan, chain);
@@ -387,11 +388,11 @@ class SlabMultiplier {
     }
   }
 
-  // kLargeScales: the factors are the scales alone, and what the expansion left out is a multiplication of its own.
+  // kLargeScales: the factors are the scales alone, and undoing the expansion's bias takes a multiplication of its own.
   template <bool kLargeScales, int kActive>
-  __device__ __forceinline__ void multiply_word(const Block (&weights)[2], uint32_t low_factor, uint32_t high_factor,
-                                                int w, float (&chain)[kActive][kChains<kActive>][4],
-                                                uint32_t (&nan)[2]) const {
+  __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], uint32_t low_factor, uint32_t high_factor,
+                                                   int kb, float (&chain)[kActive][kChains<kActive>][4],
+                                                   uint32_t (&nan)[2]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       uint32_t of_low[4], of_high[4];
@@ -413,13 +414,13 @@ class SlabMultiplier {
 #pragma unroll
         for (int step = 0; step < kActive; ++step) {
           auto& sum = chain[step][h % kChains<kActive>];
-          ptx::mma_16816<true>(sum, operand, tokens[step][w][2 * q + h], sum);
+          ptx::mma_16816<true>(sum, operand, tokens[step][kb][2 * q + h], sum);
         }
       }
     }
   }
 
-  // A row of weights with a NaN gives NaN for every token; `nan` holds what this lane saw of its two rows.
+  // A row of weights with a NaN gives NaN for every token. `nan`: those that this lane saw in its two rows.
   template <int kActive>
   static __device__ __forceinline__ void spread_nan(const uint32_t (&nan)[2],
                                                     float (&chain)[kActive][kChains<kActive>][4]) {
@@ -435,12 +436,12 @@ class SlabMultiplier {
     }
   }
 
-  int slice_ = 0, first_word_ = 0;
+  int slice_ = 0, first_k_block_ = 0;
   bool belongs_ = false, works_ = false;
-  Operands operands_[kWords];
-  uint32_t second_plane_ = 0;  // byte w: from word w's weights to the second plane's
+  Operands operands_[kKBlocks];
+  uint32_t second_plane_ = 0;  // byte kb: from K block kb's weights to their second plane
   uint32_t next_scale_ = 0;  // from row g to row g + 8
-  uint32_t first_partial_ = 0;  // of the first token step
+  uint32_t first_partial_ = 0;  // address of the first token step's
   uint32_t first_row_ = 0;  // the slab's in the first unit
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
@@ -453,8 +454,8 @@ __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
   const LaneRows<Shape> rows(g, row);
   const int warps = Shape::kSliced ? min(g.stage_warps, g.k_warps - slice * g.stage_warps) : g.k_warps;
-  const int first_word = Shape::kSliced ? slice * g.stage_words : 0;
-  const PartialPlace<Shape> first(g, rows, first_word, 0, lane), last(g, rows, first_word, warps - 1, lane);
+  const int first_k_block = Shape::kSliced ? slice * g.stage_k_blocks : 0;
+  const PartialPlace<Shape> first(g, rows, first_k_block, 0, lane), last(g, rows, first_k_block, warps - 1, lane);
 #pragma unroll
   for (int step = 0; step < Shape::kTokenSteps; ++step) {
     if (kNarrowTokens * step >= count) break;  // nothing was multiplied
@@ -463,7 +464,7 @@ __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_
     auto& sum = sums[step];
 #pragma unroll 11
     for (int warp = 0; warp < warps - 1; ++warp) {
-      add_to(sum, *reinterpret_cast<const float4*>(from + warp * Shape::kWords * Shape::kWordBytes));
+      add_to(sum, *reinterpret_cast<const float4*>(from + warp * Shape::kKBlocks * Shape::kKBlockBytes));
     }
     add_to(sum, last_part);
   }

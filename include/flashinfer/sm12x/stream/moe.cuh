@@ -51,7 +51,7 @@
 // kEpilogueBarrier again. FC1's counter begins at zero, and block 0 makes it so again behind FC2's barrier, when all
 // are through with FC1's; FC2's may begin anywhere.
 //
-// A warp that has no more stages to fill asks for what the next launch reads (ReadAhead).
+// A warp that has no more stages to fill prefetches for the next launch (ReadAhead).
 //
 // A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A block's
 // unit u has stage u % stages. Warp w of the F that fill finishes units w, w + F, ...; it then refills the emptied
@@ -69,46 +69,46 @@
 
 namespace flashinfer::sm12x {
 
-template <Element kActivation_, Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
-struct StreamConfig : StreamShape<kWeights, kTokenTile, kWords, kMmaWarps, false> {
+template <Element kActivation_, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
+struct StreamConfig : StreamShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, false> {
   static constexpr Element kActivation = kActivation_;
   // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
   static constexpr int kWideFifths = 6;
 };
 
-// Token rows as MMA fragments in registers. Lane 4g + t holds 32-block t of a 128-element word of token g: a whole
-// scale block, so that quantizing to MXFP8 needs no other lane. Eight MMAs multiply a word; number 2q + h takes
+// Token rows as MMA fragments in registers. Lane 4g + t holds scale block t of a K block of token g, so that quantizing
+// to MXFP8 needs no other lane. Eight MMAs multiply a K block; number 2q + h takes
 // elements 8q + {2h, 2h + 4} and 8q + {2h + 1, 2h + 5} of every lane's block.
 //
 // All tokens of a tile that a warp multiplies with; zero where there is no token, or no K.
 template <class Config>
 class TokenFragments {
-  static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
-  using Blocks = TokenBlock[kSteps][kWords];
-  // Where registers are short a block's values are not held while the next one's arrive, and those of MXFP8 are loaded
-  // twice, since their maximum comes first.
+  static constexpr int kSteps = Config::kTokenSteps, kKBlocks = Config::kKBlocks, kBlocks = kSteps * kKBlocks;
+  using Blocks = TokenBlock[kSteps][kKBlocks];
+  // Where registers are short, a scale block's values are not held while the next one's arrive, and values that become
+  // MXFP8 are loaded twice, since their maximum comes first.
   static constexpr bool kHold = kSteps == 1;
 
  public:
   // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
   template <class RowOf>
-  static __device__ __forceinline__ void load_input(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+  static __device__ __forceinline__ void load_input(Blocks& tokens, const StreamedLayerParams& p, int first_k_block,
                                                     int lane, int count, const RowOf& row_of) {
     TokenBlock* const blocks = &tokens[0][0];
     auto load = [&](int i, TokenBlock& to) {
-      const int token = 8 * (i / kWords) + lane / 4, word = first_word + i % kWords;
-      const bool wanted = token < count && word < p.gemm[0].words;
-      const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
+      const int token = 8 * (i / kKBlocks) + lane / 4, k_block = first_k_block + i % kKBlocks;
+      const bool wanted = token < count && k_block < p.gemm[0].k_blocks;
+      const int row = wanted ? row_of(token) : 0, scale_block = k_block * kScaleChunkBlocks + lane % 4;
       if constexpr (Config::kActivation == Element::kBf16) {
-        const bool within = wanted && k_block * kScaleBlock < p.gemm[0].k;
-        const int64_t element = within ? static_cast<int64_t>(row) * p.gemm[0].k + k_block * kScaleBlock : 0;
+        const bool within = wanted && scale_block * kScaleBlock < p.gemm[0].k;
+        const int64_t element = within ? static_cast<int64_t>(row) * p.gemm[0].k + scale_block * kScaleBlock : 0;
         const uint8_t* from = p.tokens + 2 * element;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           set_eight(to, q, detail::from_eight_bf16(ptx::load_16_bytes_if(within, from + 16 * q)));
         }
       } else {
-        const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, k_block);
+        const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, scale_block);
 #pragma unroll
         for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
       }
@@ -128,20 +128,20 @@ class TokenFragments {
   // FC2: `count` rows of act from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8 before
   // (W4A8) or not (W4A16).
   //
-  // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
-  // which the registers shift, instead of once each in unrolled code. The next one's values take the registers of those
-  // that have been converted, and are on their way while the rest is, if there are registers to hold a block.
-  static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+  // This code runs once for each tile, so its main cost is the fetch of instructions: scale blocks are converted in a
+  // loop through which the registers shift, not in unrolled code. If registers can hold a block (kHold), the next one's
+  // values load into the registers of converted ones while the others are converted.
+  static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_k_block,
                                                   int lane, int count, int first) {
-    const int first_block = first_word * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
+    const int first_block = first_k_block * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
     TokenBlock* const blocks = &tokens[0][0];
     TokenBlock& last = blocks[kBlocks - 1];
     auto source = [&](int i) -> Source {
-      const int token = 8 * (i / kWords) + lane / 4, k_block = first_block + i % kWords * kScaleChunkBlocks;
-      const bool wanted = token < count && k_block * kScaleBlock < k;
-      return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + k_block * kScaleBlock : 0), wanted};
+      const int token = 8 * (i / kKBlocks) + lane / 4, scale_block = first_block + i % kKBlocks * kScaleChunkBlocks;
+      const bool wanted = token < count && scale_block * kScaleBlock < k;
+      return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + scale_block * kScaleBlock : 0), wanted};
     };
-    float eights[4][8];  // of the block that is converted next
+    float eights[4][8];  // the block that is converted next
     if constexpr (kHold) {
       const Source from = source(0);
 #pragma unroll
@@ -210,10 +210,10 @@ class StreamMultiplier {
   __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a warm-up: FC1 with a slab of zeros (as narrow tiles take it), while routing and, of few
-  // pairs, the packing of tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what
-  // counts is that code is fetched, which behind a ring full of weights would take microseconds. It must be this loop,
-  // not a copy of its code.
+  // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
+  // would take microseconds. FC1's multiplies a slab of zeros, as for a narrow tile, while routing and, with few pairs,
+  // the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It must be this
+  // loop, not a copy of its code.
   __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
@@ -256,11 +256,11 @@ class StreamMultiplier {
 
   __device__ __forceinline__ void load_tokens(const StreamedLayerParams& p, int gemm, const TokenTile& tile) {
     if (gemm == 0) {
-      Tokens::load_input(slab_.tokens, p, slab_.first_word(), lane_, tile.count(), [&](int token) {
+      Tokens::load_input(slab_.tokens, p, slab_.first_k_block(), lane_, tile.count(), [&](int token) {
         return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
       });
     } else {
-      Tokens::load_act(slab_.tokens, p, slab_.first_word(), lane_, tile.count(), tile.first());
+      Tokens::load_act(slab_.tokens, p, slab_.first_k_block(), lane_, tile.count(), tile.first());
     }
   }
 
@@ -294,7 +294,7 @@ class StreamMultiplier {
   const StreamBlock& shared;
   int warp_, lane_;
   RingPlace place_;
-  uint32_t next_weights_ = 0, unit_rows_ = 0;  // of the GEMM
+  uint32_t next_weights_ = 0, unit_rows_ = 0;  // of the current GEMM
   SlabMultiplier<Config> slab_;
 };
 
@@ -325,7 +325,8 @@ class StreamEpilogue {
   }
 
   __device__ __forceinline__ void finish_units() {
-    // Nobody has arrived there who does not wait for this block's arrival with FC1.
+    // Every block that arrives there has waited for this block's arrival at FC1's counter: the count is still the old
+    // one.
     const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.blocks_done + 1) : 0;
     const bool has_stages = warp_ < warps_;
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
@@ -378,9 +379,8 @@ class StreamEpilogue {
     place_.advance(warps_, shared.stages);
   }
 
-  // Waits for the epilogue warps of all blocks; afterwards everyone may read what anyone wrote before. More arrivals
-  // than blocks are those of another launch that was given the same workspace at the same time, which has overwritten
-  // what it held.
+  // Waits for the epilogue warps of all blocks; afterwards each may read what any of them wrote before. More arrivals
+  // than blocks come from another launch that was given the same workspace at the same time and has overwritten it.
   __device__ __forceinline__ void grid_barrier(unsigned* counter, unsigned before) {
     ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
     if (warp_ == 0 && lane_ == 0) {
@@ -482,7 +482,7 @@ class StreamEpilogue {
   const StreamBlock& shared;
   int warp_, lane_;
   int warps_;
-  bool ahead_ = false;  // what comes behind the layer has been asked for
+  bool ahead_ = false;  // the next launch's data has been prefetched
   RingPlace place_;
   StridedUnits to_fill_, to_finish_;
 };

@@ -19,7 +19,7 @@ namespace flashinfer::sm12x {
 constexpr int kEpilogueBarrier = 1;  // the epilogue warps
 constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 
-// Up to kTokenTile tokens of one expert, in a word of shared memory.
+// Up to kTokenTile tokens of one expert, in 32 bits of shared memory.
 struct TokenTile {
   uint32_t packed;
 
@@ -143,8 +143,8 @@ class StridedUnits {
   int stride_;
 };
 
-// One warp: pairs by expert, then their tiles, whose numbers it returns. A stable counting sort over the local experts
-// of all pairs, which the whole block has left in shared memory.
+// One warp sorts pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
+// pairs' local experts, which the whole block has left in shared memory.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
@@ -194,8 +194,8 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   return tiles;
 }
 
-// Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by its
-// router's logits, a token to an epilogue warp.
+// Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by
+// its router's logits, a token to an epilogue warp.
 __device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, const StreamBlock& shared, int warp,
                                                  int lane) {
   if (p.router.logits == nullptr) {

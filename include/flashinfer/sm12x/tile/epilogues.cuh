@@ -16,10 +16,10 @@ namespace flashinfer::sm12x {
 
 constexpr int kConsumerBarrier = 1;
 
-// Units that are split along K (scheduler.cuh): every block leaves its part in global memory; the
-// last to arrive adds the parts in K order and goes on with the epilogue.
+// Units that are split along K (scheduler.cuh): every block leaves its partial sum in global memory; the last to arrive
+// adds them in K order and goes on with the epilogue.
 //
-// `unit` is one of those that are shared. Returns whether this block has the whole sum.
+// `unit` is one that was split. Returns whether this block has the whole sum.
 template <class Config>
 __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, const SharedStorage<Config>& shared,
                                              const WorkSplit& work, int unit, int thread,
@@ -28,7 +28,8 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   auto& own = reinterpret_cast<float (&)[kVectors][4]>(accumulators);
   const int first = (unit - work.first_shared_unit()) * work.k_tiles;
   const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
-  // A block has at most two parts: one of a unit that began before its k-tiles, one of a unit that goes on behind it.
+  // A block has at most two partial sums: of a unit that began before its k-tiles, and of one that continues after
+  // them.
   auto slot = [&](int block) {
     return partials +
            (static_cast<int64_t>(2 * block + (block == first_block ? 1 : 0)) * kVectors) * Config::kConsumerThreads +
@@ -45,22 +46,22 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   const bool last_to_arrive = *shared.flag() != 0;
   if (!last_to_arrive) return false;
 
-  // Several parts are fetched at once: one after the other, their latencies would be the tail of a small layer.
+  // Several partial sums are fetched at once: in sequence, their latencies would be the tail of a small layer.
   constexpr int kBatch = kVectors <= 4 ? 4 : 1;
   float4 sum[kVectors] = {};
   for (int base = first_block; base <= last_block; base += kBatch) {
-    float4 part[kBatch][kVectors];
+    float4 partial[kBatch][kVectors];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const float4* from = slot(min(base + i, last_block));
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) part[i][v] = __ldcg(from + v * Config::kConsumerThreads);
+      for (int v = 0; v < kVectors; ++v) partial[i][v] = __ldcg(from + v * Config::kConsumerThreads);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (base + i > last_block) break;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) add_to(sum[v], part[i][v]);
+      for (int v = 0; v < kVectors; ++v) add_to(sum[v], partial[i][v]);
     }
   }
 #pragma unroll
@@ -164,7 +165,7 @@ struct Epilogue {
     }
   }
 
-  // A 32-block of act is the 16 rows of two neighbouring warps.
+  // A scale block of act is the 16 rows of two neighbouring warps.
   __device__ __forceinline__ void quantize(int warp, int lane) const {
     const auto& act = accumulators[0];
     float* amax = shared.template scratch<float>();  // [4][kTokenTile]
@@ -207,7 +208,7 @@ struct Epilogue {
           const int block = first_block + warp % 4 / 2;
           uint8_t* scales = p.epilogue.act_scales + static_cast<int64_t>(unit.first_token + token) * pitch;
           if (block < blocks) scales[block] = static_cast<uint8_t>(rounding.scale);
-          if (block == blocks - 1) {  // FC2 reads whole words: define their padding
+          if (block == blocks - 1) {  // FC2 reads whole scale words: define their padding
             for (int pad = blocks; pad < pitch; ++pad) scales[pad] = 0;
           }
         }
@@ -237,8 +238,8 @@ struct Epilogue {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
-    // FC2 copies whole words of packed rows: the last tile writes their padding.
-    const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
+    // FC2 copies whole K blocks of packed rows: the last tile writes their padding.
+    const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * k_blocks_of(inter);
     const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
     const int blocks = last_tile ? last_block - first_block : kTileBlocks;
     for (int i = 32 * warp + lane; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
@@ -256,8 +257,8 @@ struct Epilogue {
   }
 
   // FC2: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output goes to
-  // its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up in slot
-  // order and rounds once. The order of the sum is that of the slots, whoever comes last.
+  // its own row of a float32 buffer; the block that delivers a token's last partial output for a row tile adds all of
+  // them in slot order and rounds once. So the sum does not depend on which block comes last.
   __device__ __forceinline__ void finish_fc2(int warp, int lane, const OwnToken& own) const {
     const int thread = 32 * warp + lane;
     int* pairs = shared.template scratch<int>();

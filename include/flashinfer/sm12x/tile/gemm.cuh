@@ -12,7 +12,7 @@
 //   knob            value                    where it is set
 //   tokens a tile   8 to 64, or 128          instances.py, a row each
 //   K a stage       128 or 256               there, `k_tile`
-//   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: what fits, storage.cuh)
+//   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: as many as fit)
 //   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)
 //   weight rows     128, in two halves       kRowTile (types.h)
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
@@ -35,7 +35,7 @@
 //                                               block to arrive adds all, others take their next tile
 //                                             the epilogue
 //
-// A stage holds 128 weight rows of `k_tile` elements, for each 128 of those one chunk of scales (of FC1 up to three),
+// A stage holds 128 weight rows of `k_tile` elements, for each K block one scale chunk (FC1: up to three),
 // token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies: full's
 // one arrival, with the weights, announces the bytes of all three. Other rows and their scales come by copies of each
 // lane, which arrives too. Consumers wait for each other at kConsumerBarrier: where K is split, and in FC1's and FC2's
@@ -77,8 +77,8 @@ template <class Config>
 __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& shared) {
   constexpr int kBytes = SharedStorage<Config>::kStages * (Config::kTokenStage + Config::kTokenScaleStage);
   static_assert(kBytes % 16 == 0);
-  uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
-  for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  uint4* vectors = reinterpret_cast<uint4*>(shared.tokens(0));
+  for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) vectors[i] = make_uint4(0, 0, 0, 0);
   ptx::fence_async_proxy();  // packed rows come by bulk copies, which are not ordered behind these writes otherwise
 }
 

@@ -19,9 +19,9 @@ template <class Config>
 struct OperandOffsets {
   uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per half
   uint32_t swizzle;         // XOR for the index of the 16-byte vector of that row
-  int scale_row[2][2];      // word of rows g and g + 8, per half
-  int first_token;          // of the warp within the tile
-  uint32_t tokens[2];       // byte offset of this lane's piece of even and of odd 32-blocks of its first token
+  int scale_row[2][2];      // scale word of rows g and g + 8, per half
+  int first_token;          // the warp's first, within the tile
+  uint32_t tokens[2];       // byte offset of the lane's elements of even and of odd scale blocks of its first token
 };
 
 template <class Config>
@@ -45,17 +45,18 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
   at.swizzle = Config::kFirstPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
-  // Odd rows in expert order have neighbouring blocks swapped.
+  // Odd rows in expert order have neighbouring scale blocks swapped.
   const int swapped = Config::kTokenScales ? 0 : (unit.first_token + token) & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    at.tokens[i] = token * Config::kTokenPitch + (i ^ swapped) * Config::kBlockBytes + Policy::kTokenPiece * (lane % 4);
+    at.tokens[i] =
+        token * Config::kTokenPitch + (i ^ swapped) * Config::kBlockBytes + Policy::kLaneTokenBytes * (lane % 4);
   }
   return at;
 }
 
-// Factors that a warp shares through shared memory where sums are scaled: of its 32 rows (16 of each half) and of its
-// tokens, four 32-blocks each.
+// Factors that a warp shares through shared memory where sums are scaled: those of its 32 rows (16 of each half) and of
+// its tokens, for the four scale blocks of a K block.
 template <class Config>
 struct WarpFactors {
   float4* rows;
@@ -67,7 +68,8 @@ struct WarpFactors {
   __device__ __forceinline__ void convert(const uint32_t* row_words, const int (&scale_row)[2][2],
                                           const uint32_t* token_words, int lane) const {
     __syncwarp();  // the last use is over
-    // Quad g of this warp knows the words of rows g and g + 8 of both halves; its lane t converts one of the four.
+    // Quad g of this warp knows the scale words of rows g and g + 8 of both halves; its lane t converts one of the
+    // four.
     const int t = lane % 4;
     const int word =
         t < 2 ? (t == 0 ? scale_row[0][0] : scale_row[0][1]) : (t == 2 ? scale_row[1][0] : scale_row[1][1]);
@@ -89,15 +91,15 @@ struct WarpFactors {
   }
 };
 
-// Scales of a stage in the policy's form; of_rows and of_tokens are of the word that began last.
+// Scales of a stage in the policy's form. of_rows and of_tokens are those of the K block that began last.
 template <class Config>
 class StageScales {
   using Policy = typename Config::Policy;
   static constexpr mma::Scaling kScaling = Policy::kScaling;
-  static constexpr int kOfBlock = kScaleBlock / scale_block(Config::kWeights);  // scales of 32 weights
+  static constexpr int kOfBlock = kScaleBlock / elements_per_scale(Config::kWeights);  // scales of 32 weights
 
  public:
-  // `valid_blocks`: of 32 weights, that K still has; of what is beyond nothing was copied.
+  // `valid_blocks`: scale blocks that remain of K; nothing was copied beyond them.
   __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
                                          const OperandOffsets<Config>& at, int valid_blocks, int warp, int lane)
       : at_(at),
@@ -111,7 +113,7 @@ class StageScales {
         uint32_t& held = held_[i / 4][i % 4];
         const bool copied = Config::kScaleWords == 1 || i / 4 * kScaleChunkBlocks < valid_blocks * kOfBlock;
         held = copied ? row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]] : 0;
-        // A block has two scales; that of the lane's elements 8t.. comes first.
+        // A scale block has two scales; the shift brings that of the lane's elements 8t.. first.
         if constexpr (kOfBlock == 2) held >>= lane % 4 / 2 * 8;
       }
     }
@@ -122,30 +124,30 @@ class StageScales {
     if constexpr (kScaling != mma::Scaling::kInWeights || kOfBlock == 2) return true;
     uint32_t exceeding = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
+    for (int i = 0; i < 4 * Config::kKBlocks; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
     return __all_sync(kAllLanes, exceeding == 0);
   }
 
-  __device__ __forceinline__ void begin_word(int word) const {
+  __device__ __forceinline__ void begin_k_block(int k_block) const {
     if constexpr (kScaling == mma::Scaling::kInSums) {
-      factors_.convert(row_words_ + word * kScaleChunkRows, at_.scale_row, token_words_ + word * Config::kTokenTile,
-                       lane_);
+      factors_.convert(row_words_ + k_block * kScaleChunkRows, at_.scale_row,
+                       token_words_ + k_block * Config::kTokenTile, lane_);
     }
   }
-  __device__ __forceinline__ typename Policy::RowScales of_rows(int word, int half, int block) const {
+  __device__ __forceinline__ typename Policy::RowScales of_rows(int k_block, int half, int block) const {
     if constexpr (kScaling == mma::Scaling::kInMma) {
-      return Policy::row_scales(row_words_ + word * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
+      return Policy::row_scales(row_words_ + k_block * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
                                 lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
       return factors_.of_rows(half, block, lane_);
     } else {
-      const auto& held = held_[word * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
+      const auto& held = held_[k_block * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
       return {held[2 * half], held[2 * half + 1]};
     }
   }
-  __device__ __forceinline__ typename Policy::TokenScales of_tokens(int word, int step, int block) const {
+  __device__ __forceinline__ typename Policy::TokenScales of_tokens(int k_block, int step, int block) const {
     if constexpr (kScaling == mma::Scaling::kInMma) {
-      return Policy::token_scales(token_words_ + word * Config::kTokenTile + 8 * step, lane_);
+      return Policy::token_scales(token_words_ + k_block * Config::kTokenTile + 8 * step, lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
       return factors_.of_tokens(step, block, lane_);
     } else {
@@ -159,10 +161,10 @@ class StageScales {
   const uint32_t* token_words_;
   WarpFactors<Config> factors_;
   int lane_;
-  uint32_t held_[Config::kScaleWords][4];  // of rows g and g + 8 of each half
+  uint32_t held_[Config::kScaleWords][4];  // scale words of rows g and g + 8 of each half
 };
 
-// A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of each half.
+// A row of weights with a NaN gives NaN for every token. `nans`: those that this lane saw in its rows of each half.
 template <class Config>
 __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
   if constexpr (Config::Policy::kCollectsNans) {
@@ -181,8 +183,8 @@ __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumu
   }
 }
 
-// MXFP6: of a row of ldmatrix, the pairs of two blocks, the lane's eight of block `block`, rotated for place_e2m3<0>. A
-// lane has got the word whose number is its place in the quad.
+// MXFP6: the pairs of the lane's eight elements of block `block`, rotated for place_e2m3<0>. ldmatrix gave lane t of a
+// quad word t of a row, and a row holds the pairs of two blocks.
 __device__ __forceinline__ uint32_t pairs_of_lane(uint32_t word, int block, int lane) {
   const int t = lane % 4;
   const uint32_t pairs = __shfl_sync(kAllLanes, word, (lane & ~3) + 2 * block + t / 2);
@@ -197,22 +199,22 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
                                              mma::RowNans (&nans)[2]) {
   using Policy = typename Config::Policy;
   constexpr int kBlockBytes = Config::kBlockBytes;
-  constexpr int kWordPitch =
+  constexpr int kKBlockPitch =
       Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kPackedRowBytes;
-  // Token steps whose operands are held together: enough for the MMAs of one part to hide their latency from the next.
+  // Token steps whose operands are held together: enough MMAs in one call to hide their latency from the next.
   constexpr int kSteps = Config::kTokenSteps;
-  constexpr int kGroup = Policy::kParts == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
+  constexpr int kHeldSteps = Policy::kCallsPerBlock == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
   const uint32_t weights = ptx::shared_address(shared.weights(stage));
   const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
 
-  // Words whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled
+  // K blocks whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled
   // registers.
-  constexpr int kUnrolledWords = Policy::kScaling == mma::Scaling::kInSums ? 1 : Config::kWords;
-#pragma unroll kUnrolledWords
-  for (int word = 0; word < Config::kWords; ++word) {
-    if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
-    // MXFP6's pairs: of two blocks, rows g and g + 8; of the next two, likewise. [half] Swizzled rows of 32 bytes: the
-    // vector XOR address bit 7.
+  constexpr int kUnrolledKBlocks = Policy::kScaling == mma::Scaling::kInSums ? 1 : Config::kKBlocks;
+#pragma unroll kUnrolledKBlocks
+  for (int k_block = 0; k_block < Config::kKBlocks; ++k_block) {
+    if (kPlain || kScaleChunkBlocks * k_block < valid_blocks) scales.begin_k_block(k_block);  // others were not copied
+    // MXFP6's pairs, [half]: rows g and g + 8 of the first two blocks, then of the other two. Rows of 32 bytes are
+    // swizzled: the vector XOR address bit 7.
     uint32_t pairs[2][4];
     if constexpr (Config::kTwoPlanes) {
 #pragma unroll
@@ -225,18 +227,19 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
-      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4 or of MXFP6's nibbles, half of one of MXFP8.
-      // [half][MMA's blocks of the pair]
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one scale block of MXFP4 or of MXFP6's nibbles, half of one of
+      // MXFP8. row: [half][multiply() call of the pair of blocks]
       constexpr bool kTwoPlanes = Config::kTwoPlanes;
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
       constexpr int kFirstWords = kTwoPlanes ? 1 : kWeightWords;
-      uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
+      uint32_t row[2][2 / Policy::kBlocksPerCall][kWeightWords],
+          row_plus_8[2][2 / Policy::kBlocksPerCall][kWeightWords];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t matrices[4];
-          const uint32_t vector = (kLoads * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
+          const uint32_t vector = (kLoads * (4 * k_block + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
           ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * vector);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -254,12 +257,12 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
         }
       }
       auto block = [&](auto block_constant) {
-        constexpr int kBlock = decltype(block_constant)::value;  // of the four that share a scale word
-        if (!kPlain && 4 * word + kBlock >= valid_blocks) return;
-        // Where the second block of an MMA is beyond K its weights are zero, and its scales anything, NaN included.
+        constexpr int kBlock = decltype(block_constant)::value;  // of the K block's four
+        if (!kPlain && 4 * k_block + kBlock >= valid_blocks) return;
+        // Where an MMA's second block lies beyond K, its weights are zero and its scales undefined, perhaps NaN.
         auto within_k = [&](auto both) {
-          if constexpr (Policy::kBlocks == 2 && !kPlain) {
-            if (4 * word + kBlock + 1 >= valid_blocks) both.word &= 0xFFu << (8 * kBlock);
+          if constexpr (Policy::kBlocksPerCall == 2 && !kPlain) {
+            if (4 * k_block + kBlock + 1 >= valid_blocks) both.word &= 0xFFu << (8 * kBlock);
           }
           return both;
         };
@@ -269,36 +272,38 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
         typename Policy::RowScales row_scales[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          row_scales[half] = within_k(scales.of_rows(word, half, kBlock));
+          row_scales[half] = within_k(scales.of_rows(k_block, half, kBlock));
           expanded[half] = Policy::template expand<kBlock, kPlain>(row[half][kBlock % 2], row_plus_8[half][kBlock % 2],
                                                                    row_scales[half], nans[half]);
         }
-        auto part = [&](int first_step, const auto& operands, auto part_constant) {
+        auto multiply_steps = [&](int first_step, const auto& operands, auto call_constant) {
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
+          for (int i = 0; i < kHeldSteps; ++i) {
             const int step = first_step + i;
-            const auto token_scales = within_k(scales.of_tokens(word, step, kBlock));
+            const auto token_scales = within_k(scales.of_tokens(k_block, step, kBlock));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              Policy::template multiply<kBlock, decltype(part_constant)::value>(
+              Policy::template multiply<kBlock, decltype(call_constant)::value>(
                   accumulators[half][step], expanded[half], operands[i], row_scales[half], token_scales);
             }
           }
         };
 #pragma unroll
-        for (int first_step = 0; first_step < kSteps; first_step += kGroup) {
-          typename Policy::Tokens operands[kGroup];
+        for (int first_step = 0; first_step < kSteps; first_step += kHeldSteps) {
+          typename Policy::Tokens operands[kHeldSteps];
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            operands[i] = Policy::load_tokens(tokens[kBlock % 2] + word * kWordPitch + kBlock / 2 * 2 * kBlockBytes +
-                                              8 * (first_step + i) * Config::kTokenPitch);
+          for (int i = 0; i < kHeldSteps; ++i) {
+            operands[i] =
+                Policy::load_tokens(tokens[kBlock % 2] + k_block * kKBlockPitch + kBlock / 2 * 2 * kBlockBytes +
+                                    8 * (first_step + i) * Config::kTokenPitch);
           }
-          part(first_step, operands, std::integral_constant<int, 0>{});
-          if constexpr (Policy::kParts == 2) part(first_step, operands, std::integral_constant<int, 1>{});
+          multiply_steps(first_step, operands, std::integral_constant<int, 0>{});
+          if constexpr (Policy::kCallsPerBlock == 2)
+            multiply_steps(first_step, operands, std::integral_constant<int, 1>{});
         }
       };
       block(std::integral_constant<int, 2 * kPair>{});
-      if constexpr (Policy::kBlocks == 1) block(std::integral_constant<int, 2 * kPair + 1>{});
+      if constexpr (Policy::kBlocksPerCall == 1) block(std::integral_constant<int, 2 * kPair + 1>{});
     };
     block_pair(std::integral_constant<int, 0>{});
     block_pair(std::integral_constant<int, 1>{});

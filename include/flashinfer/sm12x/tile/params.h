@@ -13,7 +13,7 @@
 
 namespace flashinfer::sm12x {
 
-// One weight matrix of every expert, and what its outputs are made with.
+// One weight matrix of every expert, with its scales and biases.
 struct ExpertWeights {
   const uint8_t* weights;
   const uint8_t* scales;  // 128x4, expert after expert
@@ -54,15 +54,15 @@ struct StoreEpilogue {
 template <Role kRole>
 struct GroupedGemmParams {
   CUtensorMap weights;           // bytes [E][rows][row_bytes]; of MXFP6 boxes of its first plane
-  CUtensorMap second_plane;      // of MXFP6
+  CUtensorMap second_plane;      // MXFP6 only
   const uint8_t* weight_scales;  // 128x4, expert after expert
   int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
   int k;
 
   const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_pairs` rows by expert
-  const uint32_t* token_scales;   // words of four UE8M0 scales
-  int token_scale_pitch;          // words of a row, or 0: 128x4 layout
+  const uint32_t* token_scales;   // scale words: four UE8M0 scales each
+  int token_scale_pitch;          // scale words of a row, or 0: 128x4 layout
   const int32_t* ids;             // [pairs] global expert ids
   int num_pairs;
   int top_k;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile
-// of one unit: packed weights, weight scales, token rows and, unless those are bf16, token scales.
+// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a unit's k-tile: packed
+// weights, weight scales, token rows and, unless those are bf16, token scales.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -16,7 +16,7 @@ class Producer {
   using Params = GroupedGemmParams<Config::kRole>;
   using Map = UnitMap<Config::kTokenTile>;
   static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
-  // Rows that are gathered: 16-byte pieces of a stage's row, rows that one copy instruction takes pieces of.
+  // Gathered rows: 16-byte pieces of a row in a stage, and the rows whose pieces one copy instruction takes.
   static constexpr int kPieceElements = 16 * kScaleBlock / Config::kBlockBytes;
   static constexpr int kPieces = Config::kTokenBytes / 16;
   static constexpr int kRowsTogether = 32 / kPieces;
@@ -25,7 +25,7 @@ class Producer {
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
                                       const WorkSplit& split, int lane)
-      : p(params), shared(storage), units(map), work(split), lane(lane), words(scale_words(params.k)) {}
+      : p(params), shared(storage), units(map), work(split), lane(lane), k_blocks(k_blocks_of(params.k)) {}
 
   // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
   // that this one depends on, if this kernel routes by itself: they depend on the routing alone. Where it comes from a
@@ -54,14 +54,14 @@ class Producer {
   }
 
  private:
-  // The k-tiles in turn; knows, per lane, where what it gathers of the current unit comes from.
+  // Walks the k-tiles; each lane keeps the source addresses of what it gathers for the current unit.
   struct Cursor {
     const Producer& owner;
     TileScheduler scheduler;
     Unit unit;
     int k_tile, left;  // k-tiles of the work tile, this one included
-    uint32_t piece[kCopies];  // of `tokens`, at K 0, that each copy takes
-    uint32_t scale_word[kRowsPerLane];  // of `token_scales`, for rows `lane`, `lane + 32`, ...
+    uint32_t piece[kCopies];  // number in `tokens` of the 16 bytes that each copy takes at K 0
+    uint32_t scale_word[kRowsPerLane];  // index in `token_scales` of rows `lane`, `lane + 32`, ...
 
     __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), scheduler(producer.work) {
       enter();
@@ -114,16 +114,16 @@ class Producer {
       const int aligned = (group + unit.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
       row += aligned - group;
     }
-    return p.token_scale_pitch == 0 ? swizzled_scale_row(row, words) : linear_scale_row(row, p.token_scale_pitch);
+    return p.token_scale_pitch == 0 ? swizzled_scale_row(row, k_blocks) : linear_scale_row(row, p.token_scale_pitch);
   }
 
   __device__ __forceinline__ int valid_k(int k_tile) const {
     return min(Config::kKTile, p.k - k_tile * Config::kKTile);
   }
 
-  // Words of 128 that a k-tile holds.
-  __device__ __forceinline__ int words_of(int k_tile) const {
-    return min(Config::kWords, words - k_tile * Config::kWords);
+  // K blocks that a k-tile holds.
+  __device__ __forceinline__ int k_blocks_in(int k_tile) const {
+    return min(Config::kKBlocks, k_blocks - k_tile * Config::kKBlocks);
   }
 
   __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
@@ -131,7 +131,7 @@ class Producer {
       const int valid = valid_k(at.k_tile);
       const int scale_bytes = scale_words(Config::kWeights, valid) * kScaleChunkBytes;
       const int chunks = num_scale_chunks(at.unit.row_tile);
-      const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
+      const int token_bytes = Config::kTokenScales ? 0 : k_blocks_in(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -167,12 +167,12 @@ class Producer {
     }
   }
 
-  // They are in expert order: a tile is one piece of each word.
+  // Packed rows are in expert order: a tile is contiguous in each K block.
   __device__ __forceinline__ void copy_packed_rows(int stage, const Cursor& at) const {
     if (lane == 0) {
-      for (int w = 0; w < words_of(at.k_tile); ++w) {
-        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kWords + w) * p.num_pairs + at.unit.first_token;
-        ptx::bulk_copy(shared.tokens(stage) + w * Config::kTokenTile * kPackedRowBytes,
+      for (int kb = 0; kb < k_blocks_in(at.k_tile); ++kb) {
+        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_pairs + at.unit.first_token;
+        ptx::bulk_copy(shared.tokens(stage) + kb * Config::kTokenTile * kPackedRowBytes,
                        p.tokens + row * kPackedRowBytes, at.unit.num_tokens * kPackedRowBytes, shared.full(stage));
       }
     }
@@ -203,22 +203,22 @@ class Producer {
 
   __device__ __forceinline__ void issue_token_scales(int stage, const Cursor& at) const {
     const int stride = p.token_scale_pitch == 0 ? kScaleChunkRows : 1;
-    const uint32_t* from = p.token_scales + at.k_tile * Config::kWords * stride;
+    const uint32_t* from = p.token_scales + at.k_tile * Config::kKBlocks * stride;
     uint32_t* to = shared.token_scales(stage) + lane;
 #pragma unroll
-    for (int w = 0; w < Config::kWords; ++w) {
-      if (w >= words_of(at.k_tile)) break;
+    for (int kb = 0; kb < Config::kKBlocks; ++kb) {
+      if (kb >= k_blocks_in(at.k_tile)) break;
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
         if (lane + 32 * j < at.unit.num_tokens) {
-          ptx::copy_word(to + w * Config::kTokenTile + 32 * j, from + at.scale_word[j] + w * stride);
+          ptx::copy_word(to + kb * Config::kTokenTile + 32 * j, from + at.scale_word[j] + kb * stride);
         }
       }
     }
   }
 
-  // 128-row blocks of scales that a row tile touches. FC1: the up half lies in one, the gate half in one or two, since
-  // it starts at inter_size, any multiple of 32.
+  // Scale chunks, of 128 rows, that a row tile touches. FC1: the up half lies in one, the gate half in one or two,
+  // since it starts at inter_size, any multiple of 32.
   __device__ __forceinline__ int num_scale_chunks(int row_tile) const {
     if constexpr (Config::kRole != Role::kFc1) return 1;
     return half_row<Config>(row_tile, 1, p.rows) % kScaleChunkRows > kRowHalf ? 3 : 2;
@@ -235,7 +235,7 @@ class Producer {
   const Map& units;
   const WorkSplit& work;
   int lane;
-  int words;
+  int k_blocks;
 };
 
 }  // namespace flashinfer::sm12x

@@ -46,23 +46,23 @@ struct GemmConfig {
   static constexpr int kBlockBytes = block_bytes(kOperand);
   static constexpr int kTokenBytes = kKTile / kScaleBlock * kBlockBytes;
   // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4
-  // bytes, has no bank conflict; packed rows lie word by word.
-  static constexpr int kTokenPadding = 4 * Policy::kTokenPiece;
+  // bytes, has no bank conflict; packed rows lie K block by K block.
+  static constexpr int kTokenPadding = 4 * Policy::kLaneTokenBytes;
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
-  static constexpr int kWeightBytes = row_bytes(kWeights, kKTile);  // of a row in a stage
+  static constexpr int kWeightBytes = row_bytes(kWeights, kKTile);  // of a weight row in a stage
   // MXFP6's planes lie apart in a stage, each swizzled: else eight rows of 96 bytes would meet in half of the banks.
   static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
   static constexpr int kSecondPitch = kTwoPlanes ? kKTile / kScaleBlock * kPairBytes : 0;
   static constexpr int kFirstPitch = kWeightBytes - kSecondPitch;
-  static constexpr int kWords = kKTile / kScaleChunkElements;
-  static constexpr int kScaleWords = kWords * words_of_scales(kWeights);  // of a weight row
+  static constexpr int kKBlocks = kKTile / kKBlock;  // of a stage
+  static constexpr int kScaleWords = kKBlocks * scale_words_of_k_block(kWeights);  // of a weight row in a stage
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
   static constexpr int kFirstPlane = kRowTile * kFirstPitch;
   static constexpr int kWeightStage = kRowTile * kWeightBytes;
   static constexpr int kScaleStage = kScaleChunks * kScaleWords * kScaleChunkBytes;
-  static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kWords);
-  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
+  static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kKBlocks);
+  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kKBlocks * kTokenTile : 0;
 
   // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
   static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
@@ -103,7 +103,7 @@ struct SharedStorage {
   static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
   static constexpr int kRouting = kOrder + 2 * kInKernelPairs;
-  static constexpr int kAlignment = 1024;  // of the 128-byte swizzle's atom
+  static constexpr int kAlignment = 1024;  // bytes of the 128-byte swizzle's atom
 
   static_assert(kScratch % 16 == 0 && kBarriers % 8 == 0 && kRouting % 4 == 0);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The host's side of the architecture: what a device and a stream grant to launches of the SM12x family, and which tile
-// configurations may run there. The device's side (limits that kernels are built for) is flashinfer/sm12x/types.h.
+// The host's side of the architecture: the limits that a device and a stream set to launches of the SM12x family, and
+// the instances that may run there. The device's side (limits that kernels are built for) is flashinfer/sm12x/types.h.
 #pragma once
 
 #include <map>
@@ -80,8 +80,8 @@ inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
   return !instance.streams_moe() || options.sm_count >= options.device_sms;
 }
 
-// Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: those of MXFP8 operands, and few. Rows of
-// bfloat16 are put in expert order in front of them, which needs the order.
+// Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: if operands are MXFP8 and pairs are few. A
+// launch in front packs rows of bfloat16 in expert order and needs that order.
 inline bool routes_in_kernel(const Instance& instance, int num_pairs) {
   return instance.operand != Element::kBf16 && num_pairs <= kInKernelPairs;
 }

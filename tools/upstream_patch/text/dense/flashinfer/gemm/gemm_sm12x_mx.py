@@ -18,7 +18,7 @@ from ..utils import device_support_pdl, get_device_sm_count, supported_compute_c
 BF16 = 0
 MXFP8_SWIZZLED = 3
 MXFP4_SWIZZLED = 5
-# As what a GEMM multiplies them. mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
+# The type in which a GEMM multiplies each. mm_fp4's tokens and weights are both MXFP4: kind::mxf4 takes them directly.
 _OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWIZZLED: "mxfp4"}
 
 WEIGHT_FORMATS: Dict[torch.dtype, str] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
@@ -147,7 +147,7 @@ def run_dense(call: DenseCall, token_format: int, enable_pdl: bool, tactic: int 
 
 
 class Sm12xDenseRunner(TunableRunner):
-    """What mm_fp4 and mm_mxfp8 tune; ``inputs`` are theirs."""
+    """The runner that mm_fp4 and mm_mxfp8 tune; ``inputs`` are theirs."""
 
     def __init__(self, token_format: int, enable_pdl: bool = True) -> None:
         self.token_format = token_format

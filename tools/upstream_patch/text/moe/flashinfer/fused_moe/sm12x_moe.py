@@ -102,8 +102,8 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     ``(E, 2 * inter, hidden / 2)`` (stacked ``[up; gate]``) and
     ``(E, hidden, inter / 2)``, block scales UE8M0 in the 128x4 layout of each expert.
     ``quant_scales`` are ``[fc1_sf, fc1_global, fc2_sf, fc2_global]`` for W4A8 and
-    ``[fc1_sf, fc2_sf]`` for W4A16. With NVFP4 weights (W4A16) they are the four, block
-    scales ``float8_e4m3fn``. Expert ids of other ranks and -1 contribute
+    ``[fc1_sf, fc2_sf]`` for W4A16. NVFP4 weights (W4A16) take all four, with block
+    scales of ``float8_e4m3fn``. Expert ids of other ranks and -1 contribute
     nothing.
     """
     foreign = "clamped_relu2_limit", "situ_beta", "situ_linear_beta"

@@ -1,6 +1,6 @@
-"""What a call with ``backend="sm12x"`` may look like.
+"""Checks of calls with ``backend="sm12x"``.
 
-Nothing here looks at an element. Errors name the argument, what it was and what it
+No check reads an element. Errors name the argument, what it was and what it
 may be.
 """
 

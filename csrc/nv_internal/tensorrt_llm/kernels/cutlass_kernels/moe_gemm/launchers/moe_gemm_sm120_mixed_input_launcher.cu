@@ -78,7 +78,7 @@ PackTokensParams pack_params(const MoeArguments& a, const MoeWorkspace& w, const
 }
 
 Status launch_pack_tokens(const PackTokensParams& params, const LaunchOptions& options) {
-  const int64_t eighths = int64_t{params.num_tokens} * 4 * kScaleChunkBlocks * scale_words(params.input.k);
+  const int64_t eighths = int64_t{params.num_tokens} * 4 * kScaleChunkBlocks * k_blocks_of(params.input.k);
   return {launch_over(moe_pack_kernel, params, std::max<int64_t>(eighths, 1), kPackTokensThreads, options),
           "packing of tokens"};
 }

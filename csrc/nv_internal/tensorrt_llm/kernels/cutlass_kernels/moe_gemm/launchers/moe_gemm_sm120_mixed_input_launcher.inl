@@ -87,23 +87,23 @@ struct GroupGemmInstance {
 };
 
 // The layer in one launch.
-template <Element kActivation, Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
+template <Element kActivation, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
 struct StreamedLayerInstance {
-  using Config = StreamConfig<kActivation, kWeights, kTokenTile, kWords, kMmaWarps>;
+  using Config = StreamConfig<kActivation, kWeights, kTokenTile, kKBlocks, kMmaWarps>;
   static constexpr int kFixedBytes = StreamStorage::kRing;
   static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
     const StreamedGemmPlan plan =
-        moe_stream_plan(kWeights, kWords * kScaleChunkElements, kMmaWarps, kTokenTile, parts == 2, out, k);
+        moe_stream_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts == 2, out, k);
     const StreamedGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
 
-  // Rows that let one, two or four groups of warps work, and every K: what the tables promise, the launcher takes.
+  // Rows for one, two and four groups of warps, and every K: the launcher takes all that the tables promise.
   static constexpr bool takes_every_layer() {
-    for (int k = kScaleBlock; k <= kMmaWarps * kWords * kScaleChunkElements; k += kScaleBlock) {
+    for (int k = kScaleBlock; k <= kMmaWarps * kKBlocks * kKBlock; k += kScaleBlock) {
       for (int parts = 1; parts <= 2; ++parts) {
         for (int out : {kScaleBlock, 2 * kScaleBlock}) {
           const int stage = stage_bytes(parts, out, k);
@@ -116,7 +116,7 @@ struct StreamedLayerInstance {
   }
   static_assert(takes_every_layer(), "a ring must fit a block of an SM12x");
 
-  // Both of a gpt-oss layer.
+  // For both GEMMs of a gpt-oss layer.
   static constexpr bool agrees_with_table(int stages, int shared_bytes) {
     const int stage = std::max(stage_bytes(2, 2880, 2880), stage_bytes(1, 2880, 2880));
     return stages == kRingBytes / stage && shared_bytes == kFixedBytes + stages * stage;
@@ -132,7 +132,7 @@ struct StreamedLayerInstance {
                          /*cooperative=*/true);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, Element::kBf16, kWeights, kTokenTile, kWords * kScaleChunkElements};
+    Instance instance = {index, kActivation, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
     instance.stream_moe = launch;
@@ -141,9 +141,9 @@ struct StreamedLayerInstance {
 };
 
 // A dense layer as a stream of weights.
-template <Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
+template <Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
 struct DenseStreamInstance {
-  using Shape = StreamShape<kWeights, kTokenTile, kWords, kMmaWarps, true>;
+  using Shape = StreamShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, true>;
 
   static cudaError_t prepare(const LaunchOptions& options) {
     return grant_shared_memory(dense_layer_kernel<Shape>, options);
@@ -152,7 +152,7 @@ struct DenseStreamInstance {
     return launch_kernel(dense_layer_kernel<Shape>, params, blocks, Shape::kThreads, shared_bytes, options);
   }
   static Instance describe(int index) {
-    Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kTokenTile, kWords * kScaleChunkElements};
+    Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
     instance.stream_dense = launch;

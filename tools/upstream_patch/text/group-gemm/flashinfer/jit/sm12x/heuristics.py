@@ -1,4 +1,4 @@
-"""Which row of the tables a problem gets by default."""
+"""The default row of the tables for a problem."""
 
 from __future__ import annotations
 

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vocabulary: the glossary of ``docs/kernels.md`` against C++ and Python, and numbers that both languages have."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from documents import tracked
+from layer_toys import REPO
+
+CXX = ("include", "csrc")
+PYTHON = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm", "benchmarks")
+FAMILIES = {
+    "flashinfer/sm12x_decode.py": "kDecode",
+    "flashinfer/fused_moe/sm12x_router.py": "kRouter",
+    "flashinfer_sm12x_doctor/probe/arrivals.py": "kOrder",
+    "flashinfer_sm12x_doctor/probe/mma.py": "kMma",
+}
+"""Modules whose constants lack the prefix that those of their kernels have."""
+
+Number = int | float
+Names = Mapping[str, Number]
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitOr: operator.or_,
+    ast.USub: operator.neg,
+}
+
+
+def value_of(node: ast.expr, names: Names) -> Number | None:
+    """The number of an expression of numbers and names, or None."""
+    if isinstance(node, ast.Constant):
+        return node.value if type(node.value) in (int, float) else None
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        operand = value_of(node.operand, names)
+        return None if operand is None else OPERATORS[type(node.op)](operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = value_of(node.left, names), value_of(node.right, names)
+        return None if left is None or right is None else OPERATORS[type(node.op)](left, right)
+    return None
+
+
+def plain(name: str) -> str:
+    """A name without its language: of ``kScaleBlock``, ``SCALE_BLOCK`` and ``_SCALE_BLOCK`` the same."""
+    return re.sub(r"^k(?=[A-Z])|_", "", name).lower()
+
+
+# --- C++ --------------------------------------------------------------------------------------------------------------
+
+
+def cxx_files() -> list[Path]:
+    suffixes = {".h", ".cuh", ".cu", ".inl", ".cpp", ".jinja"}
+    return [path for folder in CXX for path in tracked(f"{folder}/*") if path.suffix in suffixes]
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def cxx_value(text: str, names: Names) -> Number | None:
+    """The number of a constant expression, as far as it is arithmetic; integers divide as in C++."""
+    text = re.sub(r"(?<=\d)'(?=\d)", "", text)
+    text = re.sub(r"\bstatic_cast<\w+>|\b(?:size_t|u?int\d+_t)(?=\{)", "", text)
+    text = text.replace("{", "(").replace("}", ")")
+    text = re.sub(r"\b(0x[\da-fA-F]+)[uUlL]+\b|\b(\d[\d.]*)[uUlLfF]+\b", r"\1\2", text)
+    text = re.sub(r"\b(\w+)::(\w+)", r"\1__\2", text)
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+    value = value_of(node, names)
+    return int(value) if isinstance(value, float) and "." not in text and "/" in text else value
+
+
+CONSTANT = re.compile(r"^constexpr (?:bool|int|unsigned|float|size_t|u?int\d+_t) (k\w+ = [^;]*);", re.MULTILINE)
+ENUM = re.compile(r"^enum class (\w+)(?: : \w+)? \{([^}]*)\}", re.MULTILINE)
+
+
+class Cxx(NamedTuple):
+    """Constants of namespaces: their numbers, with enumerators as ``Type__kName``, and those that are no arithmetic."""
+
+    numbers: dict[str, Number]
+    others: set[str]
+
+
+def read_cxx(texts: list[str]) -> Cxx:
+    numbers: dict[str, Number] = {}
+    expressions: dict[str, str] = {}
+    for text in map(without_comments, texts):
+        for kind, members in ENUM.findall(text):
+            last: Number = -1
+            for member in filter(None, (each.strip() for each in members.split(","))):
+                name, _, given = member.partition("=")
+                last = int(given, 0) if given else last + 1
+                numbers[f"{kind}__{name.strip()}"] = last
+        for declared in CONSTANT.findall(text):
+            for name, expression in re.findall(r"(k\w+) = ((?:[^,({]|\([^)]*\)|\{[^}]*\})+)", declared):
+                expressions.setdefault(name, expression)
+                assert expressions[name] == expression, f"{name} has two values"
+    for _ in expressions:  # they may use each other, in whatever order files come
+        found = {name: value for name, text in expressions.items() if (value := cxx_value(text, numbers)) is not None}
+        if found.keys() <= numbers.keys():
+            break
+        numbers |= found
+    return Cxx(numbers, expressions.keys() - numbers.keys())
+
+
+@pytest.fixture(scope="module")
+def cxx() -> Cxx:
+    return read_cxx([path.read_text(encoding="utf-8") for path in cxx_files()])
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+class Module(NamedTuple):
+    """A module's source, its names (of a class's attribute ``Class.name``), and the numbers among its constants."""
+
+    text: str
+    names: set[str]
+    numbers: dict[str, Number]
+
+
+def assignments(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
+    """Names that statements give a value, with its expression where it is one for the name alone."""
+    for statement in body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, statement.value
+        for target in statement.targets if isinstance(statement, ast.Assign) else ():
+            if isinstance(target, ast.Name):
+                yield target.id, statement.value
+            elif isinstance(target, ast.Tuple):
+                values: list[ast.expr | None] = [None] * len(target.elts)
+                if isinstance(statement.value, ast.Tuple):
+                    values = [*statement.value.elts]
+                elif re.fullmatch(r"range\(\d+\)", ast.unparse(statement.value)):
+                    values = [ast.Constant(i) for i in range(len(target.elts))]
+                yield from ((each.id, value) for each, value in zip(target.elts, values) if isinstance(each, ast.Name))
+
+
+def read_python(text: str) -> Module:
+    tree = ast.parse(text)
+    names: set[str] = set()
+    numbers: dict[str, Number] = {}
+    for statement in tree.body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            names.add(statement.name)
+        if isinstance(statement, ast.ClassDef):
+            inside = [name for name, _ in assignments(statement.body)]
+            inside += [each.name for each in statement.body if isinstance(each, ast.FunctionDef)]
+            inside += [
+                each.target.id
+                for each in statement.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            ]
+            names |= {f"{statement.name}.{name}" for name in inside}
+    for name, node in assignments(tree.body):
+        names.add(name)
+        value = LOGARITHMS.get(ast.unparse(node)) if node is not None else None
+        if node is not None and value is None:
+            value = value_of(node, numbers)
+        if value is not None and name.isupper():
+            numbers[name] = value
+    return Module(text, names, numbers)
+
+
+LOGARITHMS = {"math.log2(math.e)": math.log2(math.e)}
+
+
+@pytest.fixture(scope="module")
+def python() -> dict[str, Module]:
+    paths = [path for folder in PYTHON for path in tracked(f"{folder}/*.py")]
+    return {str(path.relative_to(REPO)): read_python(path.read_text(encoding="utf-8")) for path in paths}
+
+
+# --- Namesakes --------------------------------------------------------------------------------------------------------
+
+
+def namesakes(cxx: Cxx, python: Mapping[str, Module]) -> Iterator[tuple[str, str, Number, str]]:
+    """(file, Python's constant, its number, C++'s constant of the same name); enumerators where a comment names the enum."""
+    for file, module in python.items():
+        theirs = [name.rpartition("__") for name in (*cxx.numbers, *cxx.others)]
+        by_name = {
+            plain(last): enum + mark + last for enum, mark, last in theirs if re.search(rf"#.*{enum}", module.text)
+        }
+        prefix = plain(FAMILIES.get(file, ""))
+        for name, value in module.numbers.items():
+            for candidate in {plain(name), prefix + plain(name)} & by_name.keys():
+                yield file, name, value, by_name[candidate]
+
+
+def disagreements(cxx: Cxx, python: Mapping[str, Module]) -> list[str]:
+    return [
+        f"{file}: {name} is {value}, {theirs.replace('__', '::')} {cxx.numbers.get(theirs, 'no number')}"
+        for file, name, value, theirs in namesakes(cxx, python)
+        if (single := cxx.numbers.get(theirs)) is None or not math.isclose(single, value, rel_tol=2.0**-24)
+    ]
+
+
+def test_constants_of_the_same_name_are_equal_in_both_languages(cxx, python) -> None:
+    """Whatever Python has under the name of a constant of C++: ``SCALE_BLOCK`` and ``kScaleBlock``."""
+    found = {(name, theirs) for _, name, _, theirs in namesakes(cxx, python)}
+    assert found >= {
+        ("ROW_TILE", "kRowTile"),
+        ("SCALE_BLOCK", "kScaleBlock"),
+        ("K_BLOCK", "kKBlock"),
+        ("STREAM_PAIRS", "kStreamPairs"),
+        ("IN_KERNEL_PAIRS", "kInKernelPairs"),
+        ("FEW_PAIRS", "kFewPairs"),
+        ("MAX_Q_LEN", "kDecodeMaxQLen"),
+        ("LOG2_E", "kLog2E"),
+        ("MAX_K", "kRouterMaxK"),
+        ("PANEL_TOKENS", "kPanelTokens"),
+        ("MXFP4_SWIZZLED", "TokenFormat__kMxfp4Swizzled"),
+        ("SOURCE_ROUNDS", "kOrderSourceRounds"),
+    }
+    assert disagreements(cxx, python) == []
+
+
+MENTION = re.compile(r"\bk[A-Z]\w*")
+
+
+def mentions(module: Module) -> Iterator[tuple[int, str, str]]:
+    """(line, C++'s constant that a comment behind code names, or the docstring of a constant; the code)."""
+    lines = module.text.splitlines()
+    for number, line in enumerate(lines):
+        code, mark, comment = line.partition("  # ")
+        if mark and code.strip():
+            yield from ((number + 1, name, code) for name in MENTION.findall(comment))
+        if line.startswith('"""') and number and re.match(r"[A-Z_0-9]+ = ", lines[number - 1]):
+            yield from ((number + 1, name, lines[number - 1]) for name in MENTION.findall(line))
+
+
+def numbers_in(code: str) -> set[float]:
+    code = re.sub(r"^(\s*)\w+ = ", r"\1", code)
+    return {float(each.replace("_", "")) for each in re.findall(r"(?<![\w.])\d[\d_]*(?:\.\d+)?(?![\w.])", code)}
+
+
+def wrong_mentions(cxx: Cxx, python: Mapping[str, Module]) -> list[str]:
+    return [
+        f"{file}:{line}: {name}, which is {cxx.numbers.get(name, 'unknown')}: {code.strip()}"
+        for file, module in python.items()
+        for line, name, code in mentions(module)
+        if cxx.numbers.get(name) not in numbers_in(code)
+    ]
+
+
+def test_a_number_whose_comment_names_a_constant_of_cxx_is_that_constant(cxx, python) -> None:
+    named = {name for module in python.values() for _, name, _ in mentions(module)}
+    assert named >= {
+        "kNarrowTokens",
+        "kMaxRowTopK",
+        "kEpilogueWarps",
+        "kDefaultStepLimit",
+        "kFewPairs",
+        "kMaxLocalExperts",
+        "kRouterVector",
+    }
+    assert wrong_mentions(cxx, python) == []
+
+
+def test_the_sources_that_python_renders_know_the_k_block_and_the_places_of_e5m2(cxx) -> None:
+    for template, pattern, name in (
+        ("csrc/fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja", r"k_tile // (\d+)", "kKBlock"),
+        ("csrc/gemm/sm12x_dense_instance.cu.jinja", r"k_tile // (\d+)", "kKBlock"),
+        ("csrc/gemm/sm12x_group_gemm_instance.cu.jinja", r'"kE5m2", (\d+)', "kE5m2Tactics"),
+    ):
+        (number,) = re.findall(pattern, (REPO / template).read_text(encoding="utf-8"))
+        assert int(number) == cxx.numbers[name], template
+
+
+# --- The glossary -----------------------------------------------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    word: str
+    means: str
+    cxx: list[str]
+    python: list[str]
+    not_said: list[str]
+
+
+def glossary(page: str) -> list[Word]:
+    """The rows of the table under "Words"."""
+    (section,) = re.findall(r"^## Words\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    header, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:2] == "| "
+    )
+    assert header == ["word", "means", "in C++", "in Python", "not"]
+    return [Word(row[0], row[1], *(re.findall(r"`([^`]+)`", cell) for cell in row[2:])) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def words() -> list[Word]:
+    return glossary((REPO / "docs/kernels.md").read_text(encoding="utf-8"))
+
+
+def numbers_of(name: str, python: Mapping[str, Module]) -> list[Number] | None:
+    """What a name such as ``instances.ROW_TILE`` or ``Instance.stages`` is in Python, if there is one; it may be no number."""
+    owner, _, last = name.partition(".")
+    found = [
+        module.numbers.get(last)
+        for file, module in python.items()
+        if (Path(file).stem == owner and last in module.names) or name in module.names
+    ]
+    return [number for number in found if number is not None] if found else None
+
+
+def wrong_words(words: list[Word], cxx: Cxx, python: Mapping[str, Module], code: str) -> list[str]:
+    """What the glossary says of names and numbers that does not hold; ``code`` is C++ without comments."""
+    wrong = []
+    for word in words:
+        absent = [name for name in word.cxx if re.search(rf"\b{name}\b", code) is None]
+        absent += [name for name in word.python if numbers_of(name, python) is None]
+        wrong += [f"{word.word}: there is no {name}" for name in absent]
+        numbers = {name: cxx.numbers[name] for name in word.cxx if name in cxx.numbers}
+        ours = {name: value for name in word.python for value in numbers_of(name, python) or []}
+        if ours and (not numbers or len({*numbers.values(), *ours.values()}) != 1):
+            wrong.append(f"{word.word}: {numbers} {ours}")
+        means = {
+            int(number.replace(",", "")) for number in re.findall(r"\b\d[\d,]*\b", word.means.replace("four", "4"))
+        }
+        wrong += [f"{word.word}: {name} is {value}" for name, value in numbers.items() if value not in means]
+    return wrong
+
+
+def cxx_code() -> str:
+    return without_comments("\n".join(path.read_text(encoding="utf-8") for path in cxx_files()))
+
+
+def test_the_glossarys_names_exist_and_its_numbers_are_equal(words, cxx, python) -> None:
+    assert len(words) == len({word.word for word in words}) > 20
+    assert wrong_words(words, cxx, python, cxx_code()) == []
+
+
+def said(text: str, words: list[Word]) -> list[str]:
+    """The glossary's names for nothing that a text has all the same."""
+    return [
+        no
+        for word in words
+        for no in word.not_said
+        if re.search(rf"(?<![\w-]){re.escape(no)}(?![\w-])", text, re.IGNORECASE if no.islower() else 0)
+    ]
+
+
+def of_other_size(text: str) -> list[str]:
+    """Lines that count scale blocks as K blocks or the other way round."""
+    swapped = r"\bk_block \* (?:kScaleBlock|SCALE_BLOCK|BLOCK_SIZE|32)\b|\bscale_block \* (?:kKBlock|K_BLOCK|128)\b"
+    swapped += r"|\bk_block [/%] kScaleChunkBlocks\b"
+    return [line.strip() for line in text.splitlines() if re.search(swapped, line)]
+
+
+def test_words_that_stand_for_nothing_are_not_said(words) -> None:
+    assert sum(len(word.not_said) for word in words) >= 10
+    files = [*cxx_files(), *(path for folder in PYTHON for path in tracked(f"{folder}/*.py"))]
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert said(text, words) == [], path
+        assert of_other_size(text) == [], path
+
+
+# --- What these tests notice ------------------------------------------------------------------------------------------
+
+
+def test_a_constant_that_drifts_is_seen() -> None:
+    toy = read_cxx(
+        [
+            "constexpr int kBlock = 32;  // elements\nconstexpr int kFourBlocks = 4 * kBlock, kHalf = kBlock / 2;\n",
+            "constexpr size_t kBytes = size_t{256} << 10;\nconstexpr float kShare = 1.5f;\nconstexpr int kF = f(1, 2);\n"
+            "enum class Kind : int { kFirst = 0, kNext, kLast = 7 };\nconstexpr int kKinds = static_cast<int>(Kind::kLast) + 1;",
+        ]
+    )
+    assert toy.numbers == {
+        "Kind__kFirst": 0,
+        "Kind__kNext": 1,
+        "Kind__kLast": 7,
+        "kBlock": 32,
+        "kFourBlocks": 128,
+        "kHalf": 16,
+        "kBytes": 256 << 10,
+        "kShare": 1.5,
+        "kKinds": 8,
+    }
+    assert toy.others == {"kF"}
+    good = "BLOCK = 32\n_FOUR_BLOCKS = 4 * BLOCK\nBYTES = 256 << 10\nNEXT, LAST = 1, 7  # Kind\n"
+    assert disagreements(toy, {"a.py": read_python(good)}) == []
+    for old, new, wrong in (
+        ("BLOCK = 32", "BLOCK = 16", 2),
+        ("256", "255", 1),
+        ("1, 7", "1, 8", 1),
+        ("BYTES", "F", 1),  # equal to what nobody can read: said, not passed over
+    ):
+        assert len(disagreements(toy, {"a.py": read_python(good.replace(old, new))})) == wrong, new
+    assert wrong_mentions(toy, {"a.py": read_python("ROWS = 32  # kBlock\n")}) == []
+    for line in ("ROWS = 31  # kBlock\n", "ROWS = 32  # kBlocks\n", 'ROWS = 31\n"""Rows: kBlock."""\n'):
+        assert len(wrong_mentions(toy, {"a.py": read_python(line)})) == 1, line
+
+
+def test_a_word_that_drifts_is_seen() -> None:
+    page = (
+        "## Words\n\n| word | means | in C++ | in Python | not |\n|---|---|---|---|---|\n"
+        "| block | 32 | `kBlock`, `block` | `a.BLOCK`, `Row.block` | `32-block` |\n\n## Next\n"
+    )
+    cpp, code = read_cxx(["constexpr int kBlock = 32;"]), "constexpr int kBlock = 32; int block;"
+    module = "BLOCK = 32\n\n\nclass Row:\n    block: int\n"
+    words = glossary(page)
+    assert words == [Word("block", "32", ["kBlock", "block"], ["a.BLOCK", "Row.block"], ["32-block"])]
+    assert wrong_words(words, cpp, {"a.py": read_python(module)}, code) == []
+    for text, source, renamed in (
+        (page, module.replace("32", "16"), code),
+        (page, module.replace("block:", "blocks:"), code),
+        (page, module, code.replace("int block", "int a_block")),
+        (page.replace("`kBlock`", "`kBlocks`"), module, code),
+        (page.replace("| 32 |", "| 16 |"), module, code),
+    ):
+        assert len(wrong_words(glossary(text), cpp, {"a.py": read_python(source)}, renamed)) >= 1
+    assert said("// the 32-block of a lane", words) == ["32-block"]
+    assert said("// the block of 32-blocks", words) == []
+    assert of_other_size("if (k_block * kScaleBlock < k)") and of_other_size("k_block / kScaleChunkBlocks")
+    assert not of_other_size("if (scale_block * kScaleBlock < k && k_block * kKBlock < k)")
