@@ -71,7 +71,7 @@ class MoEInputs:
 
     @property
     def activation_type(self) -> ActivationType:
-        """The activation, as an upstream enum whose number the kernels know."""
+        """The activation as an ActivationType, whose numbers the kernels take."""
         return ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu
 
     def arguments(self) -> dict[str, Any]:
