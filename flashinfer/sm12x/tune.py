@@ -85,7 +85,7 @@ class Runner(TunableRunner):
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **_: Any
     ) -> torch.Tensor:
-        """Run a call in the form in which upstream's tuner asks for it; -1 is the planner's tactic."""
+        """Run a call in the form in which upstream's tuner asks for it; -1 is the default tactic."""
         return self.run(inputs, None if tactic == -1 else tactic)
 
 
