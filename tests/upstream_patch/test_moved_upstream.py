@@ -222,7 +222,7 @@ def test_definitions_are_taken_with_their_comments_and_documentation():
     assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
     assert taken.endswith('"""The rows for which the grouped GEMM is compiled."""\ny = 2\n')
     first = with_definitions("# take flashinfer/testing/error_bounds.py: __doc__ STEP\n")
-    assert first.startswith('"""Bounds on the distance of a float32') and "\n\n\nSTEP = 8\n" in first
+    assert first.startswith('"""Bounds on the distance of a float32') and "\n\nSTEP = 8\n" in first
     with pytest.raises(ExportError, match=r"instances\.py defines no NOTHING"):
         with_definitions(f"# take {source}: PAIRS NOTHING\n")
 
