@@ -169,6 +169,23 @@ def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork
     without_fork(merged, "-c", code)
 
 
+def test_a_call_of_the_moe_backend_reaches_its_checks(merged, without_fork):
+    """Upstream's function hands over its own arguments; a call of the fork has more."""
+    code = """if True:
+        import torch
+        from flashinfer.fused_moe import cutlass_fused_moe, sm12x_moe
+        sm12x_moe._mode = lambda *given: sm12x_moe.Mode.W4A16  # which asks for a GPU
+        x, weights = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(2, 64, 16, dtype=torch.uint8)
+        ids, shares = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+        try:
+            cutlass_fused_moe(x, ids, shares, weights[:1], weights, torch.bfloat16, [], backend="sm12x")
+        except ValueError as error:
+            print(error)
+    """
+    said = without_fork(merged, "-c", code).stdout
+    assert said.startswith("fc1_expert_weights is torch.uint8 (1, 64, 16) on cpu; it must be "), said
+
+
 def test_tests_of_the_plain_topics_pass(merged, without_fork):
     done = without_fork(merged, "-m", "pytest", *PLAIN, *TOPICS["architectures"].tests, *TOPICS["cublas-headers"].tests)
     assert re.search(r"\b14 passed", done.stdout)

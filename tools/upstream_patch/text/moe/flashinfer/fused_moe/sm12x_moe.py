@@ -111,7 +111,7 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     device = given["input"].device
     mode = _mode(given, device, given["input"].dtype, given["fc1_expert_weights"].dtype)
     given = {**given, "moe_mode": int(mode), "activation_type": int(given["activation_type"])}
-    call = MoECall(**_selected(given, MoECall._fields))
+    call = MoECall(**{name: given[name] for name in MoECall._fields if name in given})
     problem = validate(call)
     output = call.output
     if output is None:
