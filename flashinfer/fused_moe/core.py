@@ -130,7 +130,7 @@ def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = Fa
 def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_rank: int, **others: Any) -> None:
     """Raise for options of upstream's signature that mean nothing to the MXFP4 SwiGLU modes."""
     if min_latency_mode:
-        raise NotImplementedError("min_latency_mode is True; MXFP4 weights run without it, pass False")
+        raise NotImplementedError("min_latency_mode is True; these weights run without it, pass False")
     if cluster_size != 1 or cluster_rank != 0:
         raise ValueError(f"cluster_size is {cluster_size!r}, cluster_rank {cluster_rank!r}; they must be 1 and 0")
     for name, value in others.items():
@@ -204,7 +204,7 @@ def cutlass_fused_moe(
         W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
         scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.
         W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign bits
-        are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  255 is NaN.  An expert that has weights beyond float32 (4 with
+        are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is NaN.  An expert that has weights beyond float32 (4 with
         a scale byte of 253 or more) makes what they reach infinite, NaN or anything, by the backend, and nothing else.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).

@@ -19,8 +19,8 @@ from typing import Any
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from ..sm12x.device_class import CLASSES, GB10, DeviceClass
-from ..sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance
-from .sm12x_validation import Mode
+from ..sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_PAIRS, Format, Instance
+from .sm12x_validation import Mode, MoEProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,20 +153,21 @@ def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int,
 
 
 def wanted_tactics(
-    profile_ids: Sequence[int], mode: Mode, rows: Sequence[Instance] = INSTANCES, weights: str = "mxfp4"
+    profile_ids: Sequence[int], problem: MoEProblem, rows: Sequence[Instance] = INSTANCES
 ) -> tuple[int, int]:
     """The tactics whose numbers are ``profile_ids``; -1 stays.  ``rows`` are those that the device may run.
 
     Raises
     ------
     TypeError, ValueError
-        Unless it is a pair of -1 or tactics that fit ``mode`` and ``weights`` and make a layer.
+        Unless it is a pair of -1 or tactics that take ``problem`` and make a layer.
     """
     try:
         profile_ids = list(profile_ids)
     except TypeError:
         raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
-    allowed = [row for row in rows if row.activation == mode.activation and row.weights == weights]
+    mode = problem.mode
+    allowed = [row for row in rows if row.activation == mode.activation and row.weights == problem.weights]
     numbers = [row.number for row in allowed]
     if len(profile_ids) != 2 or any(number != -1 and number not in numbers for number in profile_ids):
         named = ", ".join(f"{row.number} ({row.name})" for row in allowed)
@@ -174,7 +175,16 @@ def wanted_tactics(
             f"profile_ids is {profile_ids}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
             f"{mode.name}, one of {named}"
         )
-    fc1, fc2 = (-1 if number == -1 else allowed[numbers.index(number)].index for number in profile_ids)
+    named_rows = [None if number == -1 else allowed[numbers.index(number)] for number in profile_ids]
+    pairs = problem.num_tokens * problem.top_k
+    for row in named_rows:
+        if row is not None and not row.takes(pairs, problem.hidden, problem.inter):
+            raise ValueError(
+                f"profile_ids is {profile_ids}; {row.name} takes at most {STREAM_PAIRS} (token, slot) pairs, and hidden and "
+                f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes {problem.hidden} "
+                f"and {problem.inter}: pass other tactics, or -1"
+            )
+    fc1, fc2 = (-1 if row is None else row.index for row in named_rows)
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
             f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it cannot be "

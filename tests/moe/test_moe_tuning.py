@@ -14,12 +14,14 @@ from moe_recording import RecordingModule, layer_arguments, logged
 
 import flashinfer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
-from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.sm12x import device_class, instances
-from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
+from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, NVFP4, STREAM_PAIRS, is_alone
+from flashinfer.testing import MoECase, make_moe_inputs
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16
+PROBLEM = MoEProblem(Mode.MXFP8_INPUT, 4, 64, 64, 8, 2, 0, 8, 8)
 
 
 class Profiler:
@@ -175,14 +177,41 @@ def test_pairs_with_a_tactic_that_computes_the_layer() -> None:
     assert resolved_pair((-1, one), (whole, whole)) == (one, one)
     assert resolved_pair((one, other), (whole, whole)) == (one, other)
     numbers = {tactic: -1 if tactic == -1 else INSTANCES[tactic].number for tactic in (whole, one, -1)}
-    assert wanted_tactics([numbers[whole]] * 2, Mode.MXFP8_INPUT) == (whole, whole)
-    assert wanted_tactics([numbers[whole], numbers[one]], Mode.MXFP8_INPUT) == (whole, one)
+    assert wanted_tactics([numbers[whole]] * 2, PROBLEM) == (whole, whole)
+    assert wanted_tactics([numbers[whole], numbers[one]], PROBLEM) == (whole, one)
     for first in (one, -1):
         with pytest.raises(
             ValueError,
             match=rf"{INSTANCES[whole].name} computes FC1 and FC2 in one launch.*\[{numbers[whole]}, {numbers[whole]}\]",
         ):
-            wanted_tactics([numbers[first], numbers[whole]], Mode.MXFP8_INPUT)
+            wanted_tactics([numbers[first], numbers[whole]], PROBLEM)
+
+
+@pytest.mark.parametrize("row", [row for row in INSTANCES if row.streamed], ids=lambda row: row.name)
+def test_a_streamed_tactic_refuses_what_it_cannot_take(row) -> None:
+    """Each limit, and the largest problem within all of them."""
+    mode = Mode.W4A16 if row.activation == "bf16" else Mode.MXFP8_INPUT
+    longest = row.longest_k
+    largest = PROBLEM._replace(
+        mode=mode, weights=row.weights, num_tokens=STREAM_PAIRS // 4, top_k=4, hidden=longest, inter=longest
+    )
+    assert wanted_tactics([row.number, -1], largest) == (row.index, -1)
+    for beyond in ({"num_tokens": STREAM_PAIRS // 4 + 1}, {"hidden": longest + 32}, {"inter": longest + 32}):
+        problem = largest._replace(**beyond)
+        with pytest.raises(
+            ValueError,
+            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1024 \(token, slot\) pairs, and "
+            rf"hidden and intermediate sizes up to {longest}, but this call has {4 * problem.num_tokens} pairs and the "
+            rf"sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
+        ):
+            wanted_tactics([row.number, -1], problem)
+
+
+def test_a_call_with_too_many_tokens_for_its_tactic_is_refused() -> None:
+    arguments = make_moe_inputs(MoECase(257, 64, 64, 4, 4, 0), 17).arguments()
+    number = INSTANCES[STREAMED].number
+    with pytest.raises(ValueError, match="takes at most 1024 .* but this call has 1028 pairs"):
+        flashinfer.cutlass_fused_moe(**arguments, profile_ids=[number, number])
 
 
 def test_pairs_keep_activations_alike() -> None:

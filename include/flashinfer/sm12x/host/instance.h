@@ -17,7 +17,7 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 // GEMMs of tiles have some of fc1, fc2 and store, and blocks_per_sm; streams of weights have `prepare`, and launch a
 // MoE layer or a dense one. Other pointers are null.
 struct Instance {
-  int index;  // tactic number
+  int index;  // place in instances.INSTANCES
   Element activation;  // type that activations are rounded to
   Element operand;     // type in which they are multiplied
   Element weights;

@@ -97,6 +97,7 @@ __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ri
     const int row = unit * rows + part * g.out;
     ptx::bulk_copy(to + part * bytes, g.weights + matrix * g.weight_pitch + static_cast<int64_t>(row) * g.row_bytes,
                    bytes, full);
+    // From the box's first row within a quarter of the chunk: four words, one a quarter, for each row.
     ptx::tensor_copy_3d(to + g.scale_offset + part * box_bytes, &g.scales, (row % 32 & ~(g.scale_box_rows - 1)) * 4, 0,
                         matrix * g.scale_pitch + row / kScaleChunkRows, full);
     if (bias_bytes != 0) {

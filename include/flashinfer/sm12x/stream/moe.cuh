@@ -5,7 +5,7 @@
 // (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
 // values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
-// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two pieces,
+// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts,
 // up and gate); an expert with several tiles of tokens is streamed for each. FC2's arithmetic waits until all blocks
 // are through with FC1; its weights do not.
 //
@@ -24,8 +24,8 @@
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
 //
-//   E1 initializes the barriers. With more than kFewPairs all wait for the launch in front and write each pair's expert
-//   into the ring, where routing works until the first stage is filled.
+//   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write each
+//   pair's expert into the ring, whose memory routing uses until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
@@ -213,14 +213,15 @@ class StreamMultiplier {
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
   // would take microseconds. FC1's multiplies a slab of zeros, as for a narrow tile, while routing and, with few pairs,
   // the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It must be this
-  // loop, not a copy of its code.
+  // loop, not a copy of its code. Its passes: FC1's warm-up, FC1's spans, FC2's warm-up, which ends at act_ready, FC2's
+  // spans.
   __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
     StreamScheduler scheduler;  // at FC1, before its first span
     StreamScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
-    place_ = {shared.stages - 1, 1};  // a phase that counts as complete, and whose successor is the ring's first
+    place_ = {shared.stages - 1, 1};  // the slab of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
       if (slab_.works()) load_tokens(p, scheduler.gemm, tile);
@@ -325,8 +326,7 @@ class StreamEpilogue {
   }
 
   __device__ __forceinline__ void finish_units() {
-    // Every block that arrives there has waited for this block's arrival at FC1's counter: the count is still the old
-    // one.
+    // No block reaches FC2's barrier before this one has arrived at FC1's, so this is the count before the launch.
     const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.blocks_done + 1) : 0;
     const bool has_stages = warp_ < warps_;
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,

@@ -63,9 +63,11 @@ struct StreamBlock : StreamRing<StreamStorage::kRing> {
       : StreamRing{dynamic, p.stages, p.stage_bytes} {}
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
+  // FC1's, FC2's.
   __device__ __forceinline__ UnitRange* unit_ranges() const {
+    static_assert(sizeof(UnitRange) == Storage::kUnitRangeBytes);
     return at<UnitRange>(Storage::kUnitRanges);
-  }  // FC1's, FC2's
+  }
   // Experts and weights of a few pairs.
   __device__ __forceinline__ int32_t* few_ids() const { return at<int32_t>(Storage::kFewIds); }
   __device__ __forceinline__ float* few_weights() const { return at<float>(Storage::kFewWeights); }
@@ -94,7 +96,7 @@ class StreamScheduler {
 
   struct Span {
     int unit = 0;  // first
-    int units = 0;  // 0 only at the end
+    int units = 0;
   };
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }

@@ -240,11 +240,12 @@ struct StreamedLayerParams {
 
 // Shared memory of a block: fixed parts, then the ring, which takes the rest.
 struct StreamStorage {
+  static constexpr int kUnitRangeBytes = 12;
   static constexpr int kBarriers = 0;  // full, done, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
   static constexpr int kOrder = kTiles + 4 * kStreamPairs;
   static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
-  static constexpr int kRing = round_up(kUnitRanges + 2 * 12, 128);
+  static constexpr int kRing = round_up(kUnitRanges + 2 * kUnitRangeBytes, 128);
   // Ids and weights of a few pairs, behind their order.
   static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;

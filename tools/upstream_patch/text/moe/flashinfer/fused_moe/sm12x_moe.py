@@ -14,7 +14,7 @@ import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.heuristics import expected_rows, narrowest_that_holds
-from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, Format, Instance, index_of
+from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, STREAM_PAIRS, Format, Instance, index_of
 from ..jit.sm12x.moe import gen_sm12x_moe_module
 from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (
@@ -133,7 +133,7 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     if call.profile_ids is None:
         tactics = tuned_tactics(problem, call, default)
     else:
-        tactics = resolved_pair(wanted_tactics(call.profile_ids, problem.mode, INSTANCES, problem.weights), default)
+        tactics = resolved_pair(wanted_tactics(call.profile_ids, problem), default)
     if not launch(problem, call, workspace, tactics):
         launch(problem, call, workspace, default_tactics(problem, all_sms=False))
     return output
