@@ -5,7 +5,7 @@
 #                 backend, by the kernels themselves on the virtual SM121 and, where there is one, on a GPU
 #   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" or PYTEST_ARGS=tests/gemm to choose
 #                 some); make test-all all of them, make test-slow those that make test leaves out (docs/evidence.md says
-#                 which; DAYS=3: today's third of them)
+#                 which; DAYS=7: today's seventh of them)
 #   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
