@@ -52,7 +52,7 @@ LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 
 
 class Activation(NamedTuple):
-    """A gated activation of the kernels (``moe/swiglu.cuh``)."""
+    """A gated activation of the kernels (``moe/activation.cuh``)."""
 
     name: str
     defaults: dict[str, float]

@@ -122,10 +122,10 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.first_expert = static_cast<int>(first_expert);
   a.fc1 = expert_weights(fc1_w, fc1_sf, fc1_global, fc1_bias, "fc1_expert_biases");
   a.fc2 = expert_weights(fc2_w, fc2_sf, fc2_global, fc2_bias, "fc2_expert_biases");
-  a.swiglu.alpha = data_or_null<const float>(swiglu_alpha);
-  a.swiglu.beta = data_or_null<const float>(swiglu_beta);
-  a.swiglu.limit = data_or_null<const float>(swiglu_limit);
-  TVM_FFI_CHECK(a.swiglu.set_activation(activation_type), ValueError)
+  a.activation.alpha = data_or_null<const float>(swiglu_alpha);
+  a.activation.beta = data_or_null<const float>(swiglu_beta);
+  a.activation.limit = data_or_null<const float>(swiglu_limit);
+  TVM_FFI_CHECK(a.activation.set_activation(activation_type), ValueError)
       << "activation_type " << activation_type << " is none of these kernels'";
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");

@@ -60,7 +60,7 @@
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../moe/top_k_sum.cuh"
 #include "../ptx/memory.cuh"
 #include "../rows/load.cuh"
@@ -399,8 +399,8 @@ class StreamEpilogue {
     const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
     constexpr int kOutputs = kGemm == 0 ? kSlabRows / 2 : kSlabRows;
     const float scale = SlabMultiplier<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
-    Swiglu swiglu = {};
-    if constexpr (kGemm == 0) swiglu = Swiglu::of_expert(p.swiglu, tile.expert());
+    Activation activation = {};
+    if constexpr (kGemm == 0) activation = Activation::of_expert(p.activation, tile.expert());
     for (int slab = 0; slab < g.groups; ++slab) {
       const int first = (unit * g.groups + slab) * kOutputs;
       if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
@@ -418,7 +418,7 @@ class StreamEpilogue {
         fill(place_.stage);
       }
       if constexpr (kGemm == 0) {
-        activate(tile, first + row, scale, bias, swiglu, sums);
+        activate(tile, first + row, scale, bias, activation, sums);
       } else {
         store_partial_outputs(tile, first + row, scale, bias, sums);
       }
@@ -441,10 +441,10 @@ class StreamEpilogue {
 
   // A lane has up and gate of one output.
   __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
-                                           const Swiglu& swiglu, const Sums& sums) const {
+                                           const Activation& activation, const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float up, float gate) {
       p.act[static_cast<int64_t>(position) * p.gemm[0].out + output] =
-          swiglu(fmaf(up, scale, bias[0]), fmaf(gate, scale, bias[1]));
+          activation(fmaf(up, scale, bias[0]), fmaf(gate, scale, bias[1]));
     });
   }
 

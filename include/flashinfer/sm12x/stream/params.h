@@ -227,7 +227,7 @@ struct StreamedLayerParams {
   int top_k;
   int first_expert;
   int num_experts;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   float* act;  // [pairs, inter], in expert order
   float* partial_outputs;  // [pairs, hidden], by pair
   unsigned* blocks_done;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2

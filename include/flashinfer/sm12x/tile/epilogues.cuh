@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../moe/top_k_sum.cuh"
 #include "../rows/load.cuh"
 #include "../rows/scalar.cuh"
@@ -142,7 +142,7 @@ struct Epilogue {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
     const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
-    const Swiglu swiglu = Swiglu::of_expert(e.swiglu, unit.expert);
+    const Activation activation = Activation::of_expert(e.activation, unit.expert);
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int row = unit.row_tile * kRowHalf + row_of(warp, lane, 2 * upper);
@@ -159,7 +159,7 @@ struct Epilogue {
         for (int value = 2 * upper; value < 2 * upper + 2; ++value) {
           const float up = fmaf(accumulators[0][step][value], scale, bias_up);
           const float gate = fmaf(accumulators[1][step][value], scale, bias_gate);
-          accumulators[0][step][value] = exists ? swiglu(up, gate) : 0.0f;
+          accumulators[0][step][value] = exists ? activation(up, gate) : 0.0f;
         }
       }
     }

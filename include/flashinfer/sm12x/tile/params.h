@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../types.h"
 
 namespace flashinfer::sm12x {
@@ -26,7 +26,7 @@ struct Fc1Epilogue {
   const float* global_scale;  // [E] or null: 1
   const void* bias;           // [E, 2 * inter] or null
   ScalarType bias_type;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in expert order
   uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
 };

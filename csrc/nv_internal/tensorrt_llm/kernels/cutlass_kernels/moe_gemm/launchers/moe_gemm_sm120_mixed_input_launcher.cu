@@ -139,7 +139,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.top_k = s.top_k;
   p.first_expert = a.first_expert;
   p.num_experts = s.num_experts;
-  p.swiglu = a.swiglu;
+  p.activation = a.activation;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
   p.blocks_done = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
@@ -229,7 +229,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
     fc1.token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : a.input_sf);
     fc1.token_scale_pitch = !own_scales && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
   }
-  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.swiglu, w.act, w.act_scales};
+  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.activation, w.act, w.act_scales};
 
   fc2.tokens = w.act;
   if (mxfp8) {

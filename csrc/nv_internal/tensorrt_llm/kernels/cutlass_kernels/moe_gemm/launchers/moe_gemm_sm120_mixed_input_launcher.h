@@ -30,7 +30,7 @@ struct MoeArguments {
   const float* routing_weights;  // null: 1
   int first_expert;
   ExpertWeights fc1, fc2;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   void* output;
   ScalarType output_type;
 

@@ -12,7 +12,7 @@
 namespace flashinfer::sm12x {
 
 // Constants of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
-struct SwigluOfExperts {
+struct ActivationOfExperts {
   const float *alpha, *beta, *limit;
   bool step;
 
@@ -29,11 +29,11 @@ struct SwigluOfExperts {
 
 constexpr float kDefaultStepLimit = 7.0f;
 
-struct Swiglu {
+struct Activation {
   float alpha, beta, limit;
   bool step;
 
-  static __device__ __forceinline__ Swiglu of_expert(const SwigluOfExperts& experts, int expert) {
+  static __device__ __forceinline__ Activation of_expert(const ActivationOfExperts& experts, int expert) {
     return {load_or(experts.alpha, expert, 1.0f), load_or(experts.beta, expert, 0.0f),
             load_or(experts.limit, expert, experts.step ? kDefaultStepLimit : INFINITY), experts.step};
   }
