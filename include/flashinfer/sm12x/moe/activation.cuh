@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gated activations of one output: gpt-oss' SwiGLU, which clamps the gate before its SiLU, and SwigluStep, which
-// clamps the SiLU itself.
+// The activations of one output. Of an up row and its gate row: gpt-oss' SwiGLU, which clamps the gate before its SiLU,
+// and SwigluStep, which clamps the SiLU itself. Of an up row alone: ReLU-squared.
 #pragma once
 
 #include <cmath>
@@ -15,15 +15,13 @@ namespace flashinfer::sm12x {
 struct ActivationOfExperts {
   const float *alpha, *beta, *limit;
   bool step;
+  bool gated;  // FC1 has gate rows behind its up rows
 
   // By the number of flashinfer.ActivationType. False: it is none of these.
   bool set_activation(int64_t activation_type) {
-    switch (activation_type) {
-      case 3:  // Swiglu
-      case 5: step = false; return true;  // SwigluBias, the same
-      case 7: step = true; return true;  // SwigluStep
-      default: return false;
-    }
+    step = activation_type == 7;  // SwigluStep
+    gated = activation_type != 6;  // Relu2
+    return activation_type == 3 || activation_type == 5 || step || !gated;  // Swiglu, SwigluBias: the same
   }
 };
 
@@ -48,5 +46,11 @@ struct Activation {
     return silu * (up + beta);
   }
 };
+
+// NaN passes.
+__device__ __forceinline__ float relu_squared(float up) {
+  up = ptx::max_or_nan(up, 0.0f);
+  return up * up;
+}
 
 }  // namespace flashinfer::sm12x

@@ -43,6 +43,9 @@ struct MoeArguments {
   size_t workspace_bytes;
   const Instance* fc1_instance;
   const Instance* fc2_instance;
+
+  int fc1_parts() const { return activation.gated ? 2 : 1; }
+  int fc1_rows() const { return fc1_parts() * shape.inter; }
 };
 
 // Enough for fewer tokens, too, and for any number of the device's SMs.
