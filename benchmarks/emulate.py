@@ -142,7 +142,8 @@ def emulate_moe(
 ) -> tuple[torch.Tensor, list[Any]]:
     """One batch on the virtual device: its expert ids and its launches."""
     top_k = EMULATED_EXPERTS
-    case = MoECase(run.tokens, layer.hidden, layer.inter, run.experts, top_k, mode, weights=layer.weights)
+    sizes = run.tokens, layer.hidden, layer.inter, run.experts, top_k, mode
+    case = MoECase(*sizes, relu2=layer.activation == "relu2", weights=layer.weights)
     inputs = make_moe_inputs(case, 0)
     inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
     named = {**inputs.arguments(), "profile_ids": [INSTANCES[each].number for each in tactics]}
@@ -195,7 +196,7 @@ def moe_lines(
         for layer, mode, count in itertools.product(layers, modes, tokens)
         if mode in MODES_OF[layer.weights]
     ]
-    wanted = list(dict.fromkeys((mode, tactics, layer[:2]) for layer, mode, _, tactics in rows))
+    wanted = list(dict.fromkeys((mode, tactics, (*layer[:2], layer.fc1_rows)) for layer, mode, _, tactics in rows))
     build_emulator()
     with virtual_device("sm_121a", strict=False) as device:
         print(
@@ -208,7 +209,7 @@ def moe_lines(
             moe_module(device, weights)
         print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
         for layer, mode, count, tactics in rows:
-            key = (mode, tactics, layer[:2])
+            key = (mode, tactics, (*layer[:2], layer.fc1_rows))
             if key not in fitted:
                 began = time.perf_counter()
                 names = f"{MODE_NAMES[mode]}, {' and '.join(dict.fromkeys(INSTANCES[each].name for each in tactics))}"

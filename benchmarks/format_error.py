@@ -107,6 +107,7 @@ COLUMNS: dict[str, Activation] = {
     "Swiglu, limit": "clamp",
     "Swiglu, alpha, beta, limit, biases": "gpt-oss",
     "SwigluStep": "step",
+    "Relu2": "relu2",
 }
 
 
@@ -124,8 +125,7 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
         inner = inputs.input[token].double() @ matrix(inputs.fc1_weights[expert], inputs.fc1_scales[expert]).T
         if inputs.fc1_bias is not None:
             inner += inputs.fc1_bias[expert]
-        up, gate = inner.chunk(2, -1)
-        act = activate(ACTIVATIONS[inputs.activation_type], inputs, expert, up, gate)
+        act = activate(ACTIVATIONS[inputs.activation_type], inputs, expert, inner)
         of_expert = act @ matrix(inputs.fc2_weights[expert], inputs.fc2_scales[expert]).T
         if inputs.fc2_bias is not None:
             of_expert += inputs.fc2_bias[expert]

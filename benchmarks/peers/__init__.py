@@ -72,7 +72,15 @@ def require_mxfp4(weights: MoEInputs) -> None:
 
 
 def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
-    """FC1's and FC2's."""
+    """FC1's and FC2's.
+
+    Raises
+    ------
+    RuntimeError
+        The experts have no gate rows.
+    """
+    if weights.relu2:
+        raise RuntimeError("experts without gate rows, and this peer is called with gpt-oss's activation here")
 
     def matrix(packed: torch.Tensor, swizzled: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
         assert bias is not None

@@ -77,8 +77,8 @@ class Fit:
         return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
-Fits = dict[tuple[int, Tactics, tuple[int, int]], list[Fit]]
-"""Fits of each (mode, tactics, (hidden size, intermediate size))."""
+Fits = dict[tuple[int, Tactics, tuple[int, ...]], list[Fit]]
+"""Fits of each (mode, tactics, (hidden size, intermediate size)); of several models' layers with FC1's rows besides."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -113,7 +113,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     """Bytes that one GEMM of a pair reads from DRAM again, for one random routing; FC2's contributions included."""
     row = INSTANCES[tactic]
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
-    outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
+    outputs, k = (layer.fc1_rows, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
     block = FORMATS[row.weights].elements_per_scale
     assert block is not None
@@ -202,7 +202,7 @@ def fits_in(path: Path, **whose: object) -> list[Fit]:
     return found
 
 
-def columns(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> dict[str, object]:
+def columns(mode: int, tactics: Tactics, sizes: tuple[int, ...]) -> dict[str, object]:
     """The columns of :data:`FITS` that identify a fit."""
     fc1, fc2 = (INSTANCES[tactic].name for tactic in tactics)
     return {"mode": mode, "fc1": fc1, "fc2": fc2, "hidden": sizes[0], "inter": sizes[1]}

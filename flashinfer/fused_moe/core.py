@@ -5,7 +5,7 @@ runs on SM12x's own kernels and on the CPU.
 The device and the weights decide which implementation serves a call:
 
 ============================  =========================================  ====================================
-device                        MXFP4 or NVFP4 weights, SwiGLU             everything else
+device                        MXFP4 or NVFP4 weights, SwiGLU or Relu2    everything else
 ============================  =========================================  ====================================
 CPU                           the CPU backend                            ``NotImplementedError``
 CUDA, SM12x                   ``fused_moe_120``, this fork's kernels     upstream's ``fused_moe_120_upstream``
@@ -112,7 +112,7 @@ class _Sm12xModule:
                 "use_mxfp8_act_scaling and use_w4_group_scaling are both True; tactics of MXFP4 weights are those of one "
                 "mode: pass the first for W4A8 or the second for W4A16"
             )
-        taken = (options[name] for name in ("output_dtype", "top_k", "ep_size", "enable_pdl"))
+        taken = (options[name] for name in ("activation_type", "output_dtype", "top_k", "ep_size", "enable_pdl"))
         return SM12xStageRunner(mode, *taken)
 
 
@@ -128,7 +128,7 @@ def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = Fa
 
 
 def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_rank: int, **others: Any) -> None:
-    """Raise for options of upstream's signature that mean nothing to the MXFP4 SwiGLU modes."""
+    """Raise for options of upstream's signature that mean nothing to the MXFP4 modes."""
     if min_latency_mode:
         raise NotImplementedError("min_latency_mode is True; these weights run without it, pass False")
     if cluster_size != 1 or cluster_rank != 0:
@@ -141,7 +141,7 @@ def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_r
 def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception:
     return NotImplementedError(
         f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
-        f"Swiglu or SwigluStep, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
+        f"Swiglu, SwigluStep or Relu2, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
         f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
         f"{activation_type!r}. Other kinds need a CUDA device"
     )
@@ -176,7 +176,7 @@ def cutlass_fused_moe(
     backend: str = "cutlass",
 ) -> torch.Tensor:
     # fmt: on
-    """One MoE layer: FC1, gated activation, FC2 and the weighted sum over each token's experts.
+    """One MoE layer: FC1, activation, FC2 and the weighted sum over each token's experts.
 
     The signature is upstream's, and so is the meaning of every argument for the kinds of weights that upstream serves;
     ``flashinfer.fused_moe.core._upstream.cutlass_fused_moe`` documents those.  What follows is the contract of
@@ -197,7 +197,7 @@ def cutlass_fused_moe(
         float32 ``[M, top_k]`` routing weights; ``None`` stands for ones.
     fc1_expert_weights, fc2_expert_weights : torch.Tensor
         Packed e2m1, two per byte, the even element in the low nibble: uint8 ``[E, 2 I, H / 2]`` and ``[E, H, I / 2]``,
-        or int64 views of them.  FC1's rows are stacked ``[up; gate]``.
+        or int64 views of them.  FC1's rows are stacked ``[up; gate]``; with ``Relu2`` they are ``[E, I, H / 2]``, up alone.
     output_dtype : torch.dtype
         bfloat16 or float16.
     quant_scales : list of torch.Tensor
@@ -207,7 +207,7 @@ def cutlass_fused_moe(
         are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is NaN.  An expert that has weights beyond float32 (4 with
         a scale byte of 253 or more) makes what they reach infinite, NaN or anything, by the backend, and nothing else.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
-        bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).
+        bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and ``[E, H]`` (before the routing weight).
     input_sf : torch.Tensor, optional
         uint8 scales of an e4m3 input, 128x4, or linear ``[M, H / 32]`` with ``swizzled_input_sf=False``.
     swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
@@ -215,7 +215,8 @@ def cutlass_fused_moe(
         ``u = clamp(up, -limit, limit)`` the activation is ``g * sigmoid(alpha * g) * (u + beta)``.
     activation_type : ActivationType
         ``Swiglu``, which is the formula above, and ``SwigluBias``, which is the same; or ``SwigluStep``:
-        ``min(silu(gate), limit) * u``, with ``swiglu_limit`` (7 if absent) and neither alpha nor beta.
+        ``min(silu(gate), limit) * u``, with ``swiglu_limit`` (7 if absent) and neither alpha nor beta; or ``Relu2``:
+        ``max(up, 0)^2``, without gate rows and without parameters.
     ep_size, ep_rank, tp_size, tp_rank : int
         This rank owns experts ``[ep_rank * E, (ep_rank + 1) * E)``; with ``tp_size > 1`` weights are sharded along I and the
         caller reduces.

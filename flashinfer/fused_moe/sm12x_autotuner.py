@@ -21,7 +21,7 @@ from ..sm12x.instances import INSTANCES, index_of
 from ..sm12x.instances import tactic as number
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
-from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
+from .sm12x_validation import Mode, MoECall, MoEProblem
 
 OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
 _ROUTING_SEED = 0
@@ -114,8 +114,17 @@ class SM12xStageRunner(TunableRunner):
     ``inputs`` are ``[input, fc1 weights, ignored, fc2 weights, ignored]``.
     """
 
-    def __init__(self, mode: Mode, output_dtype: torch.dtype, top_k: int, ep_size: int, enable_pdl: bool) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        activation_type: int,
+        output_dtype: torch.dtype,
+        top_k: int,
+        ep_size: int,
+        enable_pdl: bool,
+    ) -> None:
         self.mode = mode
+        self.activation_type = int(activation_type)
         self.output_dtype = output_dtype
         self.top_k = top_k
         self.ep_size = ep_size
@@ -136,7 +145,7 @@ class SM12xStageRunner(TunableRunner):
 
             fc1_scales, fc2_scales = (
                 tune.unit_scales(experts, *padded_scales(rows, k // BLOCK_SIZE), device=x.device)
-                for rows, k in ((2 * inter, hidden), (hidden, inter))
+                for rows, k in ((fc1.shape[1], hidden), (hidden, inter))
             )
             ones = [] if self.mode is Mode.W4A16 else [torch.ones(experts, device=x.device)]
             given: dict[str, Any] = dict.fromkeys(MoECall._fields) | {
@@ -144,7 +153,7 @@ class SM12xStageRunner(TunableRunner):
                 "fc1_expert_weights": fc1,
                 "fc2_expert_weights": fc2,
                 "quant_scales": [fc1_scales, *ones, fc2_scales, *ones],
-                "activation_type": SWIGLU,
+                "activation_type": self.activation_type,
                 "output_dtype": self.output_dtype,
                 "moe_mode": int(self.mode),
                 "swizzled_input_sf": True,

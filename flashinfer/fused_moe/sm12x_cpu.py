@@ -61,18 +61,22 @@ def swiglu_step(up: torch.Tensor, gate: torch.Tensor, limit: float) -> torch.Ten
     return (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
 
 
-FORMULAS: dict[str, Callable[..., torch.Tensor]] = {"Swiglu": swiglu, "SwigluStep": swiglu_step}
-"""An activation's name -> a function of up, gate, and a number for each of
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """``max(u, 0)^2``; NaN passes."""
+    return up.clamp(min=0.0).square()
+
+
+FORMULAS: dict[str, Callable[..., torch.Tensor]] = {"Swiglu": swiglu, "SwigluStep": swiglu_step, "Relu2": relu2}
+"""An activation's name -> a function of up, gate if it has one, and a number for each of
 :attr:`.sm12x_validation.Activation.defaults`, by its name."""
 
 
-def activate(
-    activation: Activation, parameters: Any, expert: int, up: torch.Tensor, gate: torch.Tensor
-) -> torch.Tensor:
-    """An expert's activation; ``parameters`` has the tensors of :attr:`Activation.defaults`, or None, as attributes."""
+def activate(activation: Activation, parameters: Any, expert: int, projections: torch.Tensor) -> torch.Tensor:
+    """An expert's activation of FC1's results ``[m, parts I]``; ``parameters`` has the tensors of
+    :attr:`Activation.defaults`, or None, as attributes."""
     given = {name: getattr(parameters, name) for name in activation.defaults}
     numbers = (activation.defaults[name] if each is None else float(each[expert]) for name, each in given.items())
-    return FORMULAS[activation.name](up, gate, *numbers)
+    return FORMULAS[activation.name](*projections.chunk(activation.parts, dim=-1), *numbers)
 
 
 def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
@@ -96,8 +100,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
             hidden *= fc1_global[expert]
         if call.fc1_expert_biases is not None:
             hidden += call.fc1_expert_biases[expert].float()
-        up, gate = hidden.chunk(2, dim=1)
-        activation = activate(ACTIVATIONS[call.activation_type], call, expert, up, gate)
+        activation = activate(ACTIVATIONS[call.activation_type], call, expert, hidden)
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:

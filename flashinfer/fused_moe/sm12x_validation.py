@@ -52,18 +52,20 @@ LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 
 
 class Activation(NamedTuple):
-    """A gated activation of the kernels (``moe/swiglu.cuh``)."""
+    """An activation of the kernels (``moe/activation.cuh``)."""
 
     name: str
     defaults: dict[str, float]
     """Arguments of ``cutlass_fused_moe`` that hold one parameter per expert, and its value when they are omitted."""
+    parts: int = 2
+    """FC1's rows of one output: an up row and a gate row, or an up row alone."""
 
 
 _SWIGLU = Activation("Swiglu", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")})
-SWIGLU = 3
 ACTIVATIONS = {
-    SWIGLU: _SWIGLU,
+    3: _SWIGLU,
     5: _SWIGLU,  # SwigluBias, Swiglu with its parameters by another name
+    6: Activation("Relu2", {}, parts=1),
     7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
 }
 """The activations by the number of their ``ActivationType``."""
@@ -264,7 +266,7 @@ def require_pairs(name: str, num_tokens: int, top_k: int) -> None:
         raise ValueError(f"{name} is {num_tokens}; with top_k {top_k} it must be at most {most}: split the batch")
 
 
-def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, int]:
+def _weight_sizes(fc1: Any, fc2: Any, activation: Activation, device: torch.device) -> tuple[int, int, int]:
     """``(num_local_experts, hidden, inter)`` of the packed weights, whose shapes must agree."""
     for name, weights in (("fc1_expert_weights", fc1), ("fc2_expert_weights", fc2)):
         require_tensor_type(name, weights, "a uint8 or int64 tensor")
@@ -278,14 +280,17 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
     require_k_alignment("intermediate size (fc2_expert_weights.shape[2], unpacked)", inter)
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"fc2_expert_weights is {describe(fc2)}; it must hold 1 to {MAX_EXPERTS} experts")
-    shape = (experts, 2 * inter, hidden // (2 * fc1.dtype.itemsize))
-    what = "[experts, 2 * inter, hidden / 2] bytes, inter and hidden as fc2_expert_weights has them"
+    shape = (experts, activation.parts * inter, hidden // (2 * fc1.dtype.itemsize))
+    rows = "2 * inter" if activation.parts == 2 else "inter"
+    what = f"[experts, {rows}, hidden / 2] bytes, inter and hidden as fc2_expert_weights has them"
+    if activation.parts == 1:
+        what += f", since {activation.name} has no gate rows"
     require_tensor("fc1_expert_weights", fc1, [shape], [fc1.dtype], device, what)
     require_tensor("fc2_expert_weights", fc2, [tuple(fc2.shape)], [fc2.dtype], device)
     return experts, hidden, inter
 
 
-def _check_quant_scales(mode: Mode, layer: CheckedExperts, quant_scales: Any) -> None:
+def _check_quant_scales(mode: Mode, layer: CheckedExperts, fc1_rows: int, quant_scales: Any) -> None:
     nvfp4 = layer.weights == "nvfp4"
     count = 2 if mode in (Mode.W4A16, Mode.AUTO) and not nvfp4 else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
@@ -295,7 +300,7 @@ def _check_quant_scales(mode: Mode, layer: CheckedExperts, quant_scales: Any) ->
         )
     device, experts, hidden, inter = layer[:4]
     step = count // 2
-    for index, rows, k in ((0, 2 * inter, hidden), (step, hidden, inter)):
+    for index, rows, k in ((0, fc1_rows, hidden), (step, hidden, inter)):
         scales = NVFP4 if nvfp4 else UE8M0
         require_swizzled_scales(f"quant_scales[{index}]", quant_scales[index], experts, rows, k, device, 16, scales)
         if count == 4:
@@ -385,7 +390,8 @@ def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
     ep_size, ep_rank = require_parallel_sizes(call.tp_size, call.tp_rank, call.ep_size, call.ep_rank)
     require_output_dtype("output_dtype", call.output_dtype)
     require_switches(call, "swizzled_input_sf", "enable_alltoall")
-    experts, hidden, inter = _weight_sizes(call.fc1_expert_weights, call.fc2_expert_weights, device)
+    activation = ACTIVATIONS[call.activation_type]
+    experts, hidden, inter = _weight_sizes(call.fc1_expert_weights, call.fc2_expert_weights, activation, device)
     most = INT32_MAX // experts
     require_int("ep_size", ep_size, 1, most, f"with {experts} experts a rank, since ids are int32")
     weights = weights_of(Mode(call.moe_mode), call.quant_scales)
@@ -394,10 +400,12 @@ def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
 
 def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
     device, experts, hidden, inter = layer[:4]
-    _check_quant_scales(Mode(call.moe_mode), layer, call.quant_scales)
+    activation = ACTIVATIONS[call.activation_type]
+    fc1_rows = activation.parts * inter
+    _check_quant_scales(Mode(call.moe_mode), layer, fc1_rows, call.quant_scales)
     biases = BIAS_DTYPES[call.output_dtype]
     optional: tuple[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...], int], ...] = (
-        ("fc1_expert_biases", call.fc1_expert_biases, (experts, 2 * inter), biases, 16),
+        ("fc1_expert_biases", call.fc1_expert_biases, (experts, fc1_rows), biases, 16),
         ("fc2_expert_biases", call.fc2_expert_biases, (experts, hidden), biases, 16),
         ("swiglu_alpha", call.swiglu_alpha, (experts,), FLOAT32, ELEMENT),
         ("swiglu_beta", call.swiglu_beta, (experts,), FLOAT32, ELEMENT),
@@ -406,11 +414,10 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
     for name, tensor, shape, dtypes, alignment in optional:
         if tensor is not None:
             require_tensor(name, tensor, [shape], dtypes, device, alignment=alignment)
-    activation = ACTIVATIONS[call.activation_type]
     for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
         if getattr(call, name) is not None and name not in activation.defaults:
-            taken = " and ".join(activation.defaults)
-            raise ValueError(f"{name} is given; activation_type {activation.name} has {taken} alone, pass None")
+            taken = f"{' and '.join(activation.defaults)} alone" if activation.defaults else "no parameters"
+            raise ValueError(f"{name} is given; activation_type {activation.name} has {taken}, pass None")
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
     return layer._replace(spans=tuple(span(each) for each in expert_tensors(call) if each is not None))
 

@@ -23,9 +23,9 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
     return rows * elements.row_bytes(k) + -(-rows // 128) * 128 * blocks
 
 
-Activation = Literal["gpt-oss", "clamp", "step", "plain"]
+Activation = Literal["gpt-oss", "clamp", "step", "plain", "relu2"]
 """A layer's activation. gpt-oss: Swiglu with alpha, beta, limit and biases; clamp: Swiglu with a limit only; step:
-SwigluStep; plain: Swiglu."""
+SwigluStep; plain: Swiglu; relu2: Relu2, without gate rows."""
 
 
 class MoELayer(NamedTuple):
@@ -39,9 +39,14 @@ class MoELayer(NamedTuple):
     weights: str = "mxfp4"
 
     @property
+    def fc1_rows(self) -> int:
+        """FC1's rows of an expert: up and gate, or up alone."""
+        return (1 if self.activation == "relu2" else 2) * self.inter
+
+    @property
     def expert_bytes(self) -> int:
         """One expert's weights and scales."""
-        shapes = (2 * self.inter, self.hidden), (self.hidden, self.inter)
+        shapes = (self.fc1_rows, self.hidden), (self.hidden, self.inter)
         return sum(matrix_bytes(*shape, self.weights) for shape in shapes)
 
 
@@ -117,6 +122,10 @@ NVFP4_LAYERS = {
     "qwen3.6-35b-a3b": MoELayer(2048, 512, 256, 8, "plain", "nvfp4"),
     "qwen3-coder-next": MoELayer(2048, 512, 512, 10, "plain", "nvfp4"),
     "minimax-m2.7": MoELayer(3072, 1536, 256, 8, "plain", "nvfp4"),
+    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4 and nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4, config.json of each:
+    # mlp_hidden_act relu2; Super's experts are between latent projections (moe_latent_size).
+    "nemotron-3-nano": MoELayer(2688, 1856, 128, 6, "relu2", "nvfp4"),
+    "nemotron-3-super": MoELayer(1024, 2688, 512, 22, "relu2", "nvfp4"),
     "gpt-oss-120b-nvfp4": MODELS["gpt-oss-120b"].moe._replace(weights="nvfp4"),
 }
 """The experts of models that are quantized to NVFP4, which are multiplied with bfloat16 tokens alone."""

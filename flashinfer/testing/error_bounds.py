@@ -282,6 +282,15 @@ def swiglu_step(
     return s * u, error + 2 * FLOAT32_ROUNDOFF * ((s * u).abs() + error) + _UNDERFLOW
 
 
+def relu2(up: torch.Tensor, up_error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``max(u, 0)^2`` of the up projection, and its bound: ``(r + d)^2 - r^2`` where it may be off by ``d``, and the
+    square's rounding."""
+    r, error = _clamped(up, up_error, 0.0, torch.inf)
+    largest = (r + error).square()
+    bound = error * (2 * r + error) + FLOAT32_ROUNDOFF * largest + _UNDERFLOW
+    return r.square(), torch.where(largest > _FLOAT32_MAX, torch.inf, bound)
+
+
 def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
     """MXFP8 of ``values``, and how far the values of anything within ``error`` can lie from its own."""
     k = values.shape[-1]

@@ -47,6 +47,8 @@ class MoECase:
     swiglu_parameters, swiglu_step, swiglu_limit_alone : bool
         Whether alpha, beta and limit are given; whether the activation is SwigluStep, which has only a limit; whether
         Swiglu has only a limit.
+    relu2 : bool
+        Whether the activation is Relu2, which has neither gate rows nor parameters.
     """
 
     num_tokens: int
@@ -62,6 +64,7 @@ class MoECase:
     swiglu_parameters: bool = True
     swiglu_step: bool = False
     swiglu_limit_alone: bool = False
+    relu2: bool = False
     global_scales: bool = True
     input_dtype: torch.dtype = torch.bfloat16
     output_dtype: torch.dtype = torch.bfloat16
@@ -159,7 +162,8 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
     assert case.num_experts % case.ep_size == 0
     experts = case.num_experts // case.ep_size
     input, input_sf = _activations(source, case)
-    sizes = (experts, 2 * case.inter, case.hidden), (experts, case.hidden, case.inter)
+    fc1_rows = (1 if case.relu2 else 2) * case.inter
+    sizes = (experts, fc1_rows, case.hidden), (experts, case.hidden, case.inter)
     make = _nvfp4_weights if case.weights == "nvfp4" else _mxfp4_weights
     fc1_weights, fc1_scales, fc1_global = make(source, *sizes[0], case.data)
     fc2_weights, fc2_scales, fc2_global = make(source, *sizes[1], case.data)
@@ -174,6 +178,7 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         fc2_weights=fc2_weights,
         fc2_scales=fc2_scales,
         swiglu_step=case.swiglu_step,
+        relu2=case.relu2,
         output_dtype=case.output_dtype,
         ep_size=case.ep_size,
         ep_rank=case.ep_rank,
@@ -185,9 +190,9 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         scales = source.uniform(2, experts) + 0.5 if case.global_scales else torch.ones((2, experts), device=device)
         inputs.fc1_global, inputs.fc2_global = scales[0], scales[1]
     if case.biases:
-        inputs.fc1_bias = source.normal(experts, 2 * case.inter).to(case.bias_dtype)
+        inputs.fc1_bias = source.normal(experts, fc1_rows).to(case.bias_dtype)
         inputs.fc2_bias = source.normal(experts, case.hidden).to(case.bias_dtype)
-    if case.swiglu_parameters:
+    if case.swiglu_parameters and not case.relu2:
         if not (case.swiglu_step or case.swiglu_limit_alone):
             inputs.swiglu_alpha = 1.702 + 0.1 * source.normal(experts)
             inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
@@ -202,7 +207,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
     """
     source = _Source(seed, torch.device("cpu"))
     experts, hidden, half = inputs.fc2_weights.shape
-    tokens, inter = inputs.input.shape[0], 2 * half
+    tokens, inter, fc1_rows = inputs.input.shape[0], 2 * half, inputs.fc1_weights.shape[1]
 
     def any_of(count: int, first: int = 0) -> int:
         return first + int(source.integers(0, count - 1))
@@ -211,7 +216,7 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
     fc1_blocks, fc2_blocks = hidden // of_weights, inter // of_weights
     inputs = dataclasses.replace(
         inputs,
-        fc1_scales=with_nan_padding(inputs.fc1_scales, 2 * inter, fc1_blocks),
+        fc1_scales=with_nan_padding(inputs.fc1_scales, fc1_rows, fc1_blocks),
         fc2_scales=with_nan_padding(inputs.fc2_scales, hidden, fc2_blocks),
     )
     token, slot = any_of(tokens), any_of(inputs.token_selected_experts.shape[1])
@@ -227,13 +232,13 @@ def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[
         places.append(("input_sf", "input_sf", swizzled_place(scales, tokens, blocks, (token, any_of(blocks)))))
     for what, name, rows, first, scale_blocks in (
         ("up", "fc1", inter, 0, fc1_blocks),
-        ("gate", "fc1", inter, inter, fc1_blocks),
+        *(() if inputs.relu2 else (("gate", "fc1", inter, inter, fc1_blocks),)),
         ("FC2", "fc2", hidden, 0, fc2_blocks),
     ):
         row = any_of(rows, first)
         scales = getattr(inputs, f"{name}_scales")
         place = swizzled_place(
-            scales, 2 * inter if name == "fc1" else hidden, scale_blocks, (expert, row, any_of(scale_blocks))
+            scales, fc1_rows if name == "fc1" else hidden, scale_blocks, (expert, row, any_of(scale_blocks))
         )
         places += [
             (f"a scale of {what}", f"{name}_scales", place),

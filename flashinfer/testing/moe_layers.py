@@ -52,9 +52,10 @@ def case_of(layer: models.MoELayer, num_tokens: int, mode: int, **changes: Any) 
         layer.top_k,
         mode,
         biases=gpt_oss,
-        swiglu_parameters=layer.activation != "plain",
+        swiglu_parameters=layer.activation in ("gpt-oss", "clamp", "step"),
         swiglu_step=layer.activation == "step",
         swiglu_limit_alone=layer.activation == "clamp",
+        relu2=layer.activation == "relu2",
         weights=layer.weights,
     )
     return dataclasses.replace(case, **changes)
@@ -90,9 +91,11 @@ class Batch:
 def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
     """The weights of ``model`` and activations for up to ``num_tokens`` tokens; :func:`route` replaces its routing.
 
-    Activation and biases are gpt-oss's for every model.
+    Activation and biases are gpt-oss's for every model that has gate rows.
     """
-    hidden, inter, experts, top_k, _, weights = MODELS[model]
+    hidden, inter, experts, top_k, activation, weights = MODELS[model]
+    if activation == "relu2":
+        return Batch(make_moe_inputs(case_of(MODELS[model], num_tokens, 2), seed, device), torch.empty(0))
     inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2, weights=weights), seed, device)
 
     def constant(value: float) -> torch.Tensor:

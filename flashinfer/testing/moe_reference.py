@@ -15,6 +15,7 @@ from .error_bounds import (
     Accumulation,
     affine_error,
     dot_error,
+    relu2,
     requantize_mxfp8,
     round_to_bfloat16,
     swiglu,
@@ -36,7 +37,8 @@ WEIGHTS = {"mxfp4": (Operand.of_mxfp4, BLOCK), "nvfp4": (Operand.of_nvfp4, NVFP4
 class MoEInputs:
     """Tensors of one call of ``cutlass_fused_moe`` with MXFP4 or NVFP4 weights.
 
-    Shapes as that function documents them: M tokens, hidden H, intermediate I, E local experts.  Weights are bytes, block
+    Shapes as that function documents them: M tokens, hidden H, intermediate I, E local experts; FC1 has up rows alone
+    with ``relu2``.  Weights are bytes, block
     scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``, or ``K / 16`` of NVFP4.  ``fc1_global`` and ``fc2_global`` are
     ``None`` for W4A16 with MXFP4.
     Expert ids that are not this rank's, -1 among them, contribute nothing.
@@ -59,6 +61,7 @@ class MoEInputs:
     swiglu_beta: torch.Tensor | None = None
     swiglu_limit: torch.Tensor | None = None
     swiglu_step: bool = False
+    relu2: bool = False
     output_dtype: torch.dtype = torch.bfloat16
     ep_size: int = 1
     ep_rank: int = 0
@@ -72,6 +75,8 @@ class MoEInputs:
     @property
     def activation_type(self) -> ActivationType:
         """The activation as an ActivationType, whose numbers the kernels take."""
+        if self.relu2:
+            return ActivationType.Relu2
         return ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu
 
     def arguments(self) -> dict[str, Any]:
@@ -156,12 +161,15 @@ def expert_reference(
     factor = _entry(inputs.fc1_global, expert, 1.0)
     hidden = product * factor + _bias(inputs.fc1_bias, expert)
     error = affine_error(product, error, factor, hidden)
-    up, gate = hidden.chunk(2, dim=-1)
-    up_error, gate_error = error.chunk(2, dim=-1)
-    if inputs.swiglu_step:
-        activation, error = swiglu_step(up, gate, up_error, gate_error, limit)
+    if inputs.relu2:
+        activation, error = relu2(hidden, error)
     else:
-        activation, error = swiglu(up, gate, up_error, gate_error, alpha, beta, limit)
+        up, gate = hidden.chunk(2, dim=-1)
+        up_error, gate_error = error.chunk(2, dim=-1)
+        if inputs.swiglu_step:
+            activation, error = swiglu_step(up, gate, up_error, gate_error, limit)
+        else:
+            activation, error = swiglu(up, gate, up_error, gate_error, alpha, beta, limit)
 
     requantize = round_to_bfloat16 if inputs.w4a16 else requantize_mxfp8
     intermediate, error = requantize(activation, error)

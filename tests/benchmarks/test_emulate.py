@@ -20,7 +20,7 @@ from perfmodel.moe import Fit, Work
 from printed import cells
 
 from flashinfer.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
-from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
+from flashinfer.sm12x.models import MODELS, MOE_LAYERS, NVFP4_LAYERS, MoELayer
 from flashinfer.testing.moe_layers import DENSE_VARIANTS
 from flashinfer_sm12x_doctor.probe import layer
 
@@ -187,6 +187,19 @@ def test_what_an_l2_of_a_gb10_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reread(MOE, 2048, tactic, False, 48) == pytest.approx(contributions, rel=1e-6)
     monkeypatch.setattr(gb10, "L2_CAPACITY", 0.8e6)
     assert reread(MOE, 2048, tactic, False, 48) > 1.1 * contributions
+
+
+def test_layers_without_gate_rows_have_half_of_fc1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are padded to 128 only for scales; what a pair reads again is that of as many rows with gates."""
+    nano = NVFP4_LAYERS["nemotron-3-nano"]
+    assert nano.fc1_rows == 1856
+    assert nano.expert_bytes == 1856 * 1344 + 1920 * 168 + 2688 * 928 + 2688 * 116
+    assert MOE.fc1_rows == 2 * 2880
+    tactic = next(row.index for row in INSTANCES if row.token_tile == 64)
+    monkeypatch.setattr(gb10, "L2_CAPACITY", 0.8e6)
+    reread = moe.reread_bytes.__wrapped__
+    without = MoELayer(MOE.hidden, 2 * MOE.inter, MOE.experts, MOE.top_k, "relu2")
+    assert reread(without, 2048, tactic, True, 48) == reread(MOE, 2048, tactic, True, 48) > 1e6
 
 
 # --- dense layers -----------------------------------------------------------------------------------------------------
@@ -405,7 +418,7 @@ def test_a_pair_of_gemms_in_half_precision_is_not_predicted(monkeypatch: pytest.
 def test_a_layers_error_is_that_of_what_a_mode_rounds() -> None:
     """W4A16 rounds act and output to bf16, W4A8 tokens and act to MXFP8; tokens come to it either way."""
     rows = list(format_error.activation_errors(seed=3))
-    assert len(rows) == 4
+    assert len(rows) == 5
     for _, quantized, from_bf16, w4a16 in rows:
         assert w4a16 < 2.0**-8 < 2.0**-6 < quantized < 2.0**-3
         assert from_bf16 == pytest.approx(quantized, rel=1e-3)

@@ -39,7 +39,7 @@ from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
 from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
-from flashinfer.sm12x.models import MOE_LAYERS
+from flashinfer.sm12x.models import MOE_LAYERS, NVFP4_LAYERS
 from flashinfer.testing import (
     DenseCase,
     MoECase,
@@ -62,6 +62,8 @@ KINDS = ((0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4"))
 # 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
 INTER_SIZES = (736, 1440, 2880, 2944)
 EXPERT_COUNTS = (8, 32, 128, 256)
+NEMOTRON = {name: layer for name, layer in NVFP4_LAYERS.items() if layer.activation == "relu2"}
+"""Layers without gate rows."""
 Work = tuple[str, MoECase, list[list[int] | None]]
 
 
@@ -80,7 +82,7 @@ def model_cases(quick: bool, extra: bool) -> list[Work]:
     few, many = (1, 8, 300), (1, 2, 4, 8, 17, 64, 300)
     forced = ("gpt-oss-20b",) if quick else ("gpt-oss-20b", "gpt-oss-120b")
     for num_tokens in many:  # outermost: a run that is cut short has seen each layer
-        for name, layer in MOE_LAYERS.items():
+        for name, layer in (MOE_LAYERS | NEMOTRON).items():
             every = name in forced
             if num_tokens not in (many if every and not quick else few):
                 continue
@@ -94,10 +96,10 @@ def instance_cases(extra: bool) -> list[Work]:
     """Small odd shapes, every instance forced, on data whose FC1 is exact, and mixed pairs of instances."""
     work: list[Work] = []
     for num_tokens in (1, 7, 40, 150):
-        for data in ("normal", "lattice"):
+        for data, relu2 in (("normal", False), ("lattice", False), ("lattice", True)):
             for mode, weights in KINDS:  # innermost: a run that is cut short has seen each
                 sizes = num_tokens, 416, 352, 8, 3, mode
-                case = MoECase(*sizes, data=data, output_dtype=torch.float16, weights=weights)  # type: ignore[arg-type]
+                case = MoECase(*sizes, data=data, relu2=relu2, output_dtype=torch.float16, weights=weights)  # type: ignore[arg-type]
                 pairs = tactics_of(case, extra)
                 numbers = {row.number: row for row in INSTANCES}
                 forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
@@ -136,6 +138,7 @@ def random_case(rng: random.Random, quick: bool) -> MoECase:
         ep_size=ep_size,
         ep_rank=rng.randrange(ep_size),
         weights=weights,
+        relu2=rng.random() < 0.2,
     )
 
 

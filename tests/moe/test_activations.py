@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated activations: SwigluStep beside Swiglu, what each takes, and that nothing given is dropped."""
+"""Activations: SwigluStep and Relu2 beside Swiglu, what each takes, and that nothing given is dropped."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from flashinfer.fused_moe import cutlass_fused_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer.testing.error_bounds import swiglu, swiglu_step
+from flashinfer.testing.error_bounds import relu2, swiglu, swiglu_step
+from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
+from flashinfer.testing.mxfp_formats import Operand, unswizzle_scales
 
 MODES = (0, 1, 2)
 STEP = MoECase(9, 160, 96, 4, 2, 0, swiglu_step=True)
@@ -28,6 +31,75 @@ def test_swiglu_step_against_its_reference(mode: int, tokens: int, device: torch
     rows = [row for row in SM12X if row.activation == Mode(mode).activation and row.takes(*sizes)]
     tactics = [None, *([row.number] * 2 for row in rows)] if device.type == "cuda" else [None]
     check_case(case, 40 + tokens, device, tactics)
+
+
+KINDS = [(0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4")]
+
+
+@pytest.mark.parametrize(("mode", "weights"), KINDS, ids=str)
+@pytest.mark.parametrize("number", range(4))
+def test_relu2_against_its_reference(mode: int, weights: str, number: int, device: torch.device) -> None:
+    """Random layers without gate rows, with and without biases; 22 of an odd number of experts among them."""
+    seed = 100 * number + mode
+    rng = random.Random(seed)
+    top_k = rng.choice((1, 6, 22))
+    case = MoECase(
+        num_tokens=rng.choice((1, 2, 9, rng.randint(1, 90))),
+        hidden=32 * rng.randint(1, 24),
+        inter=32 * rng.randint(1, 24),
+        num_experts=top_k + rng.randint(0, 9),
+        top_k=top_k,
+        mode=mode,
+        data=rng.choice(("normal", "lattice")),
+        swizzled_input_sf=rng.random() < 0.5,
+        biases=rng.random() < 0.5,
+        relu2=True,
+        weights=weights,
+    )
+    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
+    rows = [row for row in SM12X if row.activation == Mode(mode).activation and row.weights == weights]
+    tactics = [None, *([row.number] * 2 for row in rows if row.takes(*sizes))] if device.type == "cuda" else [None]
+    print(case, "seed", seed)
+    check_case(case, seed, device, tactics)
+
+
+def test_relu2_is_the_square_of_what_is_above_zero(device: torch.device) -> None:
+    """By the formula alone: one expert of one token, the products in float64."""
+    case = MoECase(5, 64, 96, 1, 1, 2, global_scales=False, relu2=True)
+    inputs = make_moe_inputs(case, 47, device)
+    print("seed", 47)
+    fc1, fc2 = (
+        Operand.of_mxfp4(weights[0], unswizzle_scales(scales[0], weights.shape[1], weights.shape[2] // 16)).values
+        for weights, scales in ((inputs.fc1_weights, inputs.fc1_scales), (inputs.fc2_weights, inputs.fc2_scales))
+    )
+    up = inputs.input.double() @ fc1.T + inputs.fc1_bias[0].double()
+    assert (up < -1).any() and (up > 1).any()
+    act = torch.where(up > 0, up * up, 0.0).bfloat16().double()
+    expected = (act @ fc2.T + inputs.fc2_bias[0].double()) * inputs.token_final_scales.double()
+    result = run(inputs, device, 0xFF, None).double()
+    assert ((result - expected).norm() / expected.norm()) < 2.0**-8  # bfloat16's rounding of the output
+    torch.testing.assert_close(moe_reference(inputs)[0], expected, rtol=2.0**-20, atol=2.0**-20)
+
+
+@pytest.mark.parametrize(("mode", "weights"), KINDS, ids=str)
+def test_what_is_no_number_passes_relu2(mode: int, weights: str, device: torch.device) -> None:
+    """A NaN of an up row is NaN behind it, and changes no other output."""
+    case = MoECase(7, 160, 96, 4, 2, mode, relu2=True, weights=weights)
+    print("seeds", 48, 49)
+    made = moe_inputs_with_not_numbers(make_moe_inputs(case, 48, device), 49)
+    _, numbers = next(made)
+    before, output_before = moe_reference(numbers)[0], run(numbers, device, 0xFF, None)
+    names = set()
+    for what, changed in made:
+        reference, bound = moe_reference(changed)
+        output = run(changed, device, 0xFF, None)
+        check_within_bound(output, reference, bound, what)
+        kept = reference == before
+        assert same_bits(output[kept], output_before[kept]), what
+        names.add(what.split(" as ")[1])
+        if what.startswith("nan as a bias of up"):
+            assert torch.isnan(output).any() and not kept.all()
+    assert "a scale of up" in names and "a bias of up" in names and not any("gate" in name for name in names)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -62,6 +134,27 @@ def test_swiglu_bias_is_another_name_of_swiglu(device: torch.device) -> None:
     named = arguments | {"activation_type": ActivationType.SwigluBias}
     assert same_bits(cutlass_fused_moe(**named), expected)
     assert same_bits(cutlass_fused_moe(**arguments | {"activation_type": 3}), expected)
+
+
+def test_relu2s_bound_holds_for_what_lies_within_the_errors_and_is_reached() -> None:
+    generator = torch.Generator().manual_seed(50)
+    print("seed", 50)
+    up = 4 * torch.randn(20_000, generator=generator, dtype=torch.float64)
+    error = torch.exp2(-16 * torch.rand(20_000, generator=generator, dtype=torch.float64))
+    value, bound = relu2(up, error)
+    assert torch.equal(value, torch.where(up > 0, up * up, 0.0))
+    used = torch.zeros_like(up)
+    for a in (-0.96, -0.5, 0.0, 0.7, 0.96):  # and a rounding to float32, of at most 2^-21
+        u = (up + a * error).float()
+        off = (u.clamp(min=0.0).square().double() - value).abs()
+        assert (off <= bound).all()
+        used = torch.maximum(used, off / bound)
+    positive = (up > 0) & (error > 2.0**-10)
+    assert used[positive].min() > 0.9  # no wider than it has to be
+    far = torch.tensor([torch.nan, 1e30, -torch.inf], dtype=torch.float64)
+    value, bound = relu2(far, torch.ones(3, dtype=torch.float64))
+    assert torch.isnan(value[0]) and value[2] == 0.0
+    assert bound[1] == torch.inf  # 1e60 is no float32
 
 
 def test_the_bound_holds_for_what_lies_within_the_errors() -> None:

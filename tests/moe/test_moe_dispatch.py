@@ -241,21 +241,22 @@ RUNNER_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("mode", "options", "relu2"),
     [
-        (0, {}),
-        (1, {"x_dtype": torch.bfloat16}),
-        (2, {"x_dtype": torch.bfloat16, "use_mxfp8_act_scaling": False, "use_w4_group_scaling": True}),
+        (0, {}, False),
+        (1, {"x_dtype": torch.bfloat16}, False),
+        (2, {"x_dtype": torch.bfloat16, "use_mxfp8_act_scaling": False, "use_w4_group_scaling": True}, False),
+        (0, {"activation_type": ActivationType.Relu2}, True),
     ],
 )
 def test_unified_layer_tunes_this_forks_tactics(
-    mode: int, options: dict[str, Any], module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+    mode: int, options: dict[str, Any], relu2: bool, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``MoELayer`` ranks both GEMMs' tactics with the inner runner and passes the pair on as ``profile_ids``."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(devices, "serves", lambda device: True)
     runner = core.get_cutlass_fused_moe_module("121").MoERunner(**{**RUNNER_OPTIONS, **options})
-    arguments = layer_arguments(mode)
+    arguments = layer_arguments(mode, relu2=relu2)
     weights = [arguments[name].view(torch.int64) for name in ("fc1_expert_weights", "fc2_expert_weights")]
     inputs = [arguments["input"], weights[0], None, weights[1], None]
     for stage in (1, 2):
@@ -272,8 +273,9 @@ def test_unified_layer_tunes_this_forks_tactics(
         launch = module.launches[-1]
         assert INSTANCES[launch[f"tactic_fc{stage}"]].number == tactics[-1]
         assert launch["input"] is inputs[0]
-        assert launch["fc1_w"].shape == (8, 192, 80)
-        assert launch["fc1_sf"].shape == (8, 256, 8)
+        assert launch["fc1_w"].shape == (8, 96 if relu2 else 192, 80)
+        assert launch["fc1_sf"].shape == (8, 128 if relu2 else 256, 8)
+        assert launch["activation_type"] == (6 if relu2 else 3)
         assert launch["fc2_sf"].shape == (8, 256, 4)
         assert (launch["input_sf"] is None) == (mode != 0)
     hash(runner)

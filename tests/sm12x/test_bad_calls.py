@@ -44,6 +44,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "MoE, NVFP4": (flashinfer.cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
     "MoE, other kinds": (flashinfer.cutlass_fused_moe, lambda: _moe(0)),
     "MoE, SwigluStep": (flashinfer.cutlass_fused_moe, lambda: _moe(0, swiglu_step=True)),
+    "MoE, Relu2": (flashinfer.cutlass_fused_moe, lambda: _moe(0, relu2=True)),
+    "MoE, Relu2, NVFP4": (flashinfer.cutlass_fused_moe, lambda: _moe(2, relu2=True, weights="nvfp4")),
     **{f"MoE {mode}, both flags": (flashinfer.cutlass_fused_moe, lambda mode=mode: _moe(mode)) for mode in range(2)},
     "MoE, NVFP4, both flags": (flashinfer.cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
     **{
@@ -108,7 +110,10 @@ EITHER = (TypeError, ValueError)
 BAD_LAYOUTS = ("swizzled", 7, 2.5, [0], SfLayout.layout_8x4)
 OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
 # For the other calls CPU and GPU give the same errors (test_virtual_contract.py), or upstream serves the call on a GPU.
-ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, NVFP4", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
+ON_A_GPU = (
+    *("MoE 0", "MoE 1", "MoE 2", "MoE, NVFP4", "MoE, SwigluStep", "MoE, Relu2", "MoE, Relu2, NVFP4", "MoE workspace"),
+    "grouped GEMM",
+)
 # The change: a value, or how it is made of the right one. Without another type the error is a ValueError.
 # Here the MoE operator's, in the modes of a flag each.
 MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
@@ -272,6 +277,40 @@ MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
     "MoE, SwigluStep": [
         ({name: torch.ones(8)}, f"^{name} is given; activation_type SwigluStep has swiglu_limit alone")
         for name in ("swiglu_alpha", "swiglu_beta")
+    ],
+    "MoE, Relu2": [
+        *(
+            ({name: torch.ones(8)}, f"^{name} is given; activation_type Relu2 has no parameters, pass None")
+            for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        ),
+        (
+            {"clamped_relu2_limit": torch.ones(1)},
+            "^clamped_relu2_limit is given; it belongs to another activation_type",
+        ),
+        (
+            {"fc1_expert_weights": lambda w: torch.cat([w, w], dim=1)},
+            r"^fc1_expert_weights is .*\(8, 192, 80\) .*; .*\(8, 96, 80\).*\[experts, inter, hidden / 2\] bytes, .*, since "
+            "Relu2 has no gate rows",
+        ),
+        ({"fc1_expert_biases": lambda b: torch.cat([b, b], dim=1)}, r"^fc1_expert_biases is .*\(8, 192\).*\(8, 96\)"),
+        (
+            {"quant_scales[0]": lambda s: torch.cat([s, s], dim=1)},
+            r"^quant_scales\[0\] is torch.uint8 \(8, 256, 8\).*\(8, 128, 8\)",
+        ),
+        (
+            {"activation_type": ActivationType.Swiglu},
+            r"^fc1_expert_weights is .*\(8, 96, 80\) .*; .*\(8, 192, 80\).*\[experts, 2 \* inter, hidden / 2\] bytes",
+        ),
+    ],
+    "MoE, Relu2, NVFP4": [
+        (
+            {"fc1_expert_weights": lambda w: torch.cat([w, w], dim=1)},
+            r"^fc1_expert_weights is .*\(8, 192, 80\) .*; .*\(8, 96, 80\).*, since Relu2 has no gate rows",
+        ),
+        (
+            {"quant_scales[0]": lambda s: torch.cat([s, s], dim=1)},
+            r"^quant_scales\[0\] is torch.float8_e4m3fn \(8, 256, 12\).*\(8, 128, 12\)",
+        ),
     ],
     "MoE workspace": [
         ({"max_num_tokens": 2**29}, "^max_num_tokens is 536870912; with top_k 3 it must be at most 357913941"),
@@ -484,11 +523,11 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         *(
             (
                 {"activation_type": kind},
-                rf"{OTHER_KINDS}.* Swiglu or SwigluStep, .* activation_type ActivationType.{kind.name}[.]",
+                rf"{OTHER_KINDS}.* Swiglu, SwigluStep or Relu2, .* activation_type ActivationType.{kind.name}[.]",
                 NotImplementedError,
             )
             for kind in ActivationType
-            if kind.name not in ("Swiglu", "SwigluBias", "SwigluStep")
+            if kind.name not in ("Swiglu", "SwigluBias", "SwigluStep", "Relu2")
         ),
     ],
     "MoE workspace, other kinds": [

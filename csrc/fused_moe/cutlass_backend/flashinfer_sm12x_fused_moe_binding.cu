@@ -92,7 +92,9 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   }
   TVM_FFI_CHECK(!barrier.has_value() || barrier.value().numel() == 2, ValueError) << "barrier must have two elements";
   a.barrier = data_or_null<unsigned>(barrier);
-  TVM_FFI_CHECK(input.size(1) == a.shape.hidden && fc1_w.size(1) == 2 * a.shape.inter &&
+  TVM_FFI_CHECK(a.activation.set_activation(activation_type), ValueError)
+      << "activation_type " << activation_type << " is none of these kernels'";
+  TVM_FFI_CHECK(input.size(1) == a.shape.hidden && fc1_w.size(1) == a.fc1_rows() &&
                     2 * fc1_w.size(2) == a.shape.hidden && fc1_w.size(0) == a.shape.num_experts,
                 ValueError)
       << "input, fc1_expert_weights and fc2_expert_weights disagree about hidden or intermediate size";
@@ -122,18 +124,16 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.first_expert = static_cast<int>(first_expert);
   a.fc1 = expert_weights(fc1_w, fc1_sf, fc1_global, fc1_bias, "fc1_expert_biases");
   a.fc2 = expert_weights(fc2_w, fc2_sf, fc2_global, fc2_bias, "fc2_expert_biases");
-  a.swiglu.alpha = data_or_null<const float>(swiglu_alpha);
-  a.swiglu.beta = data_or_null<const float>(swiglu_beta);
-  a.swiglu.limit = data_or_null<const float>(swiglu_limit);
-  TVM_FFI_CHECK(a.swiglu.set_activation(activation_type), ValueError)
-      << "activation_type " << activation_type << " is none of these kernels'";
+  a.activation.alpha = data_or_null<const float>(swiglu_alpha);
+  a.activation.beta = data_or_null<const float>(swiglu_beta);
+  a.activation.limit = data_or_null<const float>(swiglu_limit);
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");
   a.workspace = data<uint8_t>(workspace);
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);
-  check_scales(fc1_sf, *a.fc1_instance, a.shape.num_experts, 2 * a.shape.inter, a.shape.hidden, "fc1_sf");
+  check_scales(fc1_sf, *a.fc1_instance, a.shape.num_experts, a.fc1_rows(), a.shape.hidden, "fc1_sf");
   check_scales(fc2_sf, *a.fc2_instance, a.shape.num_experts, a.shape.hidden, a.shape.inter, "fc2_sf");
   a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 

@@ -6,8 +6,8 @@
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
 // values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
 // memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts,
-// up and gate); an expert with several tiles of tokens is streamed for each. FC2's arithmetic waits until all blocks
-// are through with FC1; its weights do not.
+// up and gate, if it has gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
+// waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -60,7 +60,7 @@
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../moe/top_k_sum.cuh"
 #include "../ptx/memory.cuh"
 #include "../rows/load.cuh"
@@ -397,19 +397,20 @@ class StreamEpilogue {
     const StreamedGemm& g = p.gemm[kGemm];
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
     const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
-    constexpr int kOutputs = kGemm == 0 ? kSlabRows / 2 : kSlabRows;
+    const int outputs = kGemm == 0 ? g.slab_outputs() : kSlabRows;
     const float scale = SlabMultiplier<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
-    Swiglu swiglu = {};
-    if constexpr (kGemm == 0) swiglu = Swiglu::of_expert(p.swiglu, tile.expert());
+    Activation activation = {};
+    if constexpr (kGemm == 0) activation = Activation::of_expert(p.activation, tile.expert());
     for (int slab = 0; slab < g.groups; ++slab) {
-      const int first = (unit * g.groups + slab) * kOutputs;
+      const int first = (unit * g.groups + slab) * outputs;
       if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
       const uint8_t* stage = shared.stage(place_.stage);
       float bias[2] = {0.0f, 0.0f};
       if (g.bias != nullptr) {
-        const int at = slab * kOutputs + row;
+        const int at = slab * outputs + row;
         bias[0] = load_scalar(stage + g.bias_offset, at, g.bias_type);
-        bias[1] = load_scalar(stage + g.bias_offset, at + (kGemm == 0 ? g.groups * kOutputs : 8), g.bias_type);
+        bias[1] =
+            load_scalar(stage + g.bias_offset, at + (kGemm == 0 && g.parts == 2 ? g.part_rows() : 8), g.bias_type);
       }
       Sums sums = {};
       add_partials<Config>(g, stage, 0, slab, row, lane_, tile.count(), sums);
@@ -418,7 +419,7 @@ class StreamEpilogue {
         fill(place_.stage);
       }
       if constexpr (kGemm == 0) {
-        activate(tile, first + row, scale, bias, swiglu, sums);
+        activate(tile, first + row, scale, bias, activation, sums);
       } else {
         store_partial_outputs(tile, first + row, scale, bias, sums);
       }
@@ -439,12 +440,19 @@ class StreamEpilogue {
     }
   }
 
-  // A lane has up and gate of one output.
+  // A lane has up and gate of one output, or, without gate rows, two outputs, eight rows apart.
   __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
-                                           const Swiglu& swiglu, const Sums& sums) const {
-    for_each_token(tile, sums, [&](int position, float up, float gate) {
-      p.act[static_cast<int64_t>(position) * p.gemm[0].out + output] =
-          swiglu(fmaf(up, scale, bias[0]), fmaf(gate, scale, bias[1]));
+                                           const Activation& activation, const Sums& sums) const {
+    for_each_token(tile, sums, [&](int position, float low, float high) {
+      float* to = p.act + static_cast<int64_t>(position) * p.gemm[0].out + output;
+      low = fmaf(low, scale, bias[0]);
+      high = fmaf(high, scale, bias[1]);
+      if (p.activation.gated) {
+        to[0] = activation(low, high);
+      } else {
+        to[0] = relu_squared(low);
+        to[8] = relu_squared(high);
+      }
     });
   }
 

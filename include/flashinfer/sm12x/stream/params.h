@@ -155,10 +155,10 @@ struct StreamedGemmPlan {
   }
 };
 
-// A stream of a MoE layer: FC1, with up and gate rows, or FC2. `k_tile`: elements along K that a warp takes.
-constexpr StreamedGemmPlan moe_stream_plan(Element weights, int k_tile, int mma_warps, int token_tile, bool fc1,
+// A stream of a MoE layer: FC1, of two parts if it has gate rows, or FC2. `k_tile`: elements along K that a warp takes.
+constexpr StreamedGemmPlan moe_stream_plan(Element weights, int k_tile, int mma_warps, int token_tile, int parts,
                                            int out, int k) {
-  return {weights, k_tile / kKBlock, mma_warps, token_tile, fc1 ? 2 : 1, out, k, 1, false};
+  return {weights, k_tile / kKBlock, mma_warps, token_tile, parts, out, k, 1, false};
 }
 
 // 128x4 scales as [matrices x row chunks][scale words along K][128 words]; a box has the scale words of a stage for
@@ -217,7 +217,7 @@ struct RouterLogits {
 };
 
 struct StreamedLayerParams {
-  StreamedGemm gemm[2];  // FC1: up rows, then gate rows
+  StreamedGemm gemm[2];  // FC1: up rows, then gate rows if there are any
   const uint8_t* tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: packed, [K blocks][num_tokens][kPackedRowBytes]
   const int32_t* ids;  // [pairs] global expert ids
   const float* routing_weights;  // [pairs] or null: 1
@@ -227,7 +227,7 @@ struct StreamedLayerParams {
   int top_k;
   int first_expert;
   int num_experts;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   float* act;  // [pairs, inter], in expert order
   float* partial_outputs;  // [pairs, hidden], by pair
   unsigned* blocks_done;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2

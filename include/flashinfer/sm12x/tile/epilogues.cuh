@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../moe/top_k_sum.cuh"
 #include "../rows/load.cuh"
 #include "../rows/scalar.cuh"
@@ -122,36 +122,47 @@ struct Epilogue {
     return Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + value % 2;
   }
 
-  // FC1: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized to bf16,
-  // or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has both
-  // operands of SwiGLU.
+  // FC1: global scale, bias, activation, and what FC2 reads: MXFP8 values with their scales, the same dequantized to
+  // bf16, or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has
+  // both operands of SwiGLU. Without gate rows the halves are 128 neighbouring rows, which take turns as half 0: the
+  // staging area holds 64.
   __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
-    activate(warp, lane);
-    if constexpr (Config::kActivation == Element::kBf16) {
-      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
-      round_to_bf16(warp, lane);
-    } else {
-      quantize(warp, lane);
+    int first = half_row<Config>(p, unit.row_tile, 0);
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+      activate(warp, lane, first);
+      if constexpr (Config::kActivation == Element::kBf16) {
+        ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
+        round_to_bf16(warp, lane);
+      } else {
+        quantize(warp, lane, first);
+      }
+      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+      store_act(warp, lane, first);
+      first += kRowHalf;
+      if (gated<Config>(p) || turn == 1 || first >= inter()) break;
+#pragma unroll
+      for (int i = 0; i < 4 * Config::kTokenSteps; ++i) accumulators[0][i / 4][i % 4] = accumulators[1][i / 4][i % 4];
     }
-    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store_act(warp, lane);
   }
 
-  // Leaves act values in accumulators[0]; rows beyond inter_size become 0.
-  __device__ __forceinline__ void activate(int warp, int lane) const {
-    const int inter = p.rows / 2;
+  // FC1's results of a token.
+  __device__ __forceinline__ int inter() const { return gated<Config>(p) ? p.rows / 2 : p.rows; }
+
+  // Of the 64 rows from `first` on: leaves act values in accumulators[0]; rows beyond inter_size become 0.
+  __device__ __forceinline__ void activate(int warp, int lane, int first) const {
     const Fc1Epilogue& e = p.epilogue;
     const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
-    const Swiglu swiglu = Swiglu::of_expert(e.swiglu, unit.expert);
+    const Activation activation = Activation::of_expert(e.activation, unit.expert);
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-      const int row = unit.row_tile * kRowHalf + row_of(warp, lane, 2 * upper);
-      const bool exists = row < inter;
+      const int row = first + row_of(warp, lane, 2 * upper);
+      const bool exists = row < inter();
       float bias_up = 0.0f, bias_gate = 0.0f;
       if (exists && e.bias != nullptr) {
-        const int64_t first = static_cast<int64_t>(unit.expert) * p.rows;
-        bias_up = load_scalar(e.bias, first + row, e.bias_type);
-        bias_gate = load_scalar(e.bias, first + inter + row, e.bias_type);
+        const int64_t at = static_cast<int64_t>(unit.expert) * p.rows + row;
+        bias_up = load_scalar(e.bias, at, e.bias_type);
+        if (e.activation.gated) bias_gate = load_scalar(e.bias, at + inter(), e.bias_type);
       }
 #pragma unroll
       for (int step = 0; step < Config::kTokenSteps; ++step) {
@@ -159,14 +170,15 @@ struct Epilogue {
         for (int value = 2 * upper; value < 2 * upper + 2; ++value) {
           const float up = fmaf(accumulators[0][step][value], scale, bias_up);
           const float gate = fmaf(accumulators[1][step][value], scale, bias_gate);
-          accumulators[0][step][value] = exists ? swiglu(up, gate) : 0.0f;
+          const float act = e.activation.gated ? activation(up, gate) : relu_squared(up);
+          accumulators[0][step][value] = exists ? act : 0.0f;
         }
       }
     }
   }
 
   // A scale block of act is the 16 rows of two neighbouring warps.
-  __device__ __forceinline__ void quantize(int warp, int lane) const {
+  __device__ __forceinline__ void quantize(int warp, int lane, int first) const {
     const auto& act = accumulators[0];
     float* amax = shared.template scratch<float>();  // [4][kTokenTile]
 #pragma unroll
@@ -183,9 +195,9 @@ struct Epilogue {
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
 
-    const int first_block = unit.row_tile * (kRowHalf / kScaleBlock);
-    const int blocks = p.rows / 2 / kScaleBlock;
-    const int pitch = kScaleChunkBlocks * scale_words(p.rows / 2);
+    const int first_block = first / kScaleBlock;
+    const int blocks = inter() / kScaleBlock;
+    const int pitch = kScaleChunkBlocks * scale_words(inter());
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
@@ -234,14 +246,14 @@ struct Epilogue {
 
   // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
   // whole.
-  __device__ __forceinline__ void store_act(int warp, int lane) const {
+  __device__ __forceinline__ void store_act(int warp, int lane, int first) const {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
-    const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
-    // FC2 copies whole K blocks of packed rows: the last tile writes their padding.
-    const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * k_blocks_of(inter);
-    const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
-    const int blocks = last_tile ? last_block - first_block : kTileBlocks;
+    const int width = inter(), first_block = first / kScaleBlock;
+    // FC2 copies whole K blocks of packed rows: the last rows' turn writes their padding.
+    const int last_block = Config::kTokenScales ? width / kScaleBlock : kScaleChunkBlocks * k_blocks_of(width);
+    const bool last = first + kRowHalf >= width;
+    const int blocks = last ? last_block - first_block : kTileBlocks;
     for (int i = 32 * warp + lane; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
       const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
       const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
@@ -250,7 +262,7 @@ struct Epilogue {
           piece < kTileBlocks * kBlockPieces
               ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
               : make_uint4(0, 0, 0, 0);
-      const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * inter + block * kScaleBlock
+      const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * width + block * kScaleBlock
                                               : packed_offset(p.num_pairs, position, block);
       *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
     }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
   TileScheduler scheduler(work);
   for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
     const Unit unit = units.locate(tile.unit);
-    const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
+    const OperandOffsets<Config> at = operand_offsets<Config>(p, unit, warp, lane);
     const OwnToken own = own_token<Config>(p, shared, unit, thread);
 
     Accumulators<Config> accumulators = {};
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   clear_token_stages<Config>(shared);
   __syncthreads();
 
-  const int row_tiles = Config::kRole == Role::kFc1 ? ceil_div(p.rows / 2, kRowHalf) : ceil_div(p.rows, kRowTile);
+  const int row_tiles = ceil_div(p.rows, kRowTile);
   const UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts), p.num_experts,
                                              row_tiles};
   const WorkSplit work(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);

@@ -25,7 +25,8 @@ struct OperandOffsets {
 };
 
 template <class Config>
-__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& unit, int rows, int warp, int lane) {
+__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedGemmParams<Config::kRole>& p,
+                                                                  const Unit& unit, int warp, int lane) {
   using Policy = typename Config::Policy;
   OperandOffsets<Config> at;
   const int row_group = 16 * (warp % 4);
@@ -33,11 +34,11 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
-    const int start = half_row<Config>(unit.row_tile, half, rows);
+    const int start = half_row<Config>(p, unit.row_tile, half);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
-      const int chunk = (Config::kRole == Role::kFc1 ? half : 0) + row / kScaleChunkRows;
+      const int chunk = (gated<Config>(p) ? half : 0) + row / kScaleChunkRows;
       at.scale_row[half][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
     }
   }

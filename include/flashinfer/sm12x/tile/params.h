@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../moe/swiglu.cuh"
+#include "../moe/activation.cuh"
 #include "../types.h"
 
 namespace flashinfer::sm12x {
@@ -24,9 +24,9 @@ struct ExpertWeights {
 
 struct Fc1Epilogue {
   const float* global_scale;  // [E] or null: 1
-  const void* bias;           // [E, 2 * inter] or null
+  const void* bias;           // [E, rows] or null
   ScalarType bias_type;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in expert order
   uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
@@ -57,7 +57,7 @@ struct GroupedGemmParams {
   CUtensorMap second_plane;      // MXFP6 only
   const uint8_t* weight_scales;  // 128x4, expert after expert
   int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
-  int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
+  int rows;                      // weight rows of an expert (FC1: up rows, then gate rows if there are any)
   int k;
 
   const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_pairs` rows by expert

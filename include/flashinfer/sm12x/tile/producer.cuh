@@ -135,7 +135,7 @@ class Producer {
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = half_row<Config>(at.unit.row_tile, half, p.rows), first = at.k_tile * Config::kWeightBytes;
+        const int row = half_row<Config>(p, at.unit.row_tile, half), first = at.k_tile * Config::kWeightBytes;
         uint8_t* to = shared.weights(stage);
         ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.unit.expert,
                             shared.full(stage));
@@ -217,16 +217,17 @@ class Producer {
     }
   }
 
-  // Scale chunks, of 128 rows, that a row tile touches. FC1: the up half lies in one, the gate half in one or two,
-  // since it starts at inter_size, any multiple of 32.
+  // Scale chunks, of 128 rows, that a row tile touches. With gate rows the up half lies in one, the gate half in one or
+  // two, since it starts at inter_size, any multiple of 32.
   __device__ __forceinline__ int num_scale_chunks(int row_tile) const {
     if constexpr (Config::kRole != Role::kFc1) return 1;
-    return half_row<Config>(row_tile, 1, p.rows) % kScaleChunkRows > kRowHalf ? 3 : 2;
+    if (!gated<Config>(p)) return 1;
+    return half_row<Config>(p, row_tile, 1) % kScaleChunkRows > kRowHalf ? 3 : 2;
   }
   // Clamped: a tile may reach past the last row block; those rows are never stored, but what is read was written.
   __device__ __forceinline__ int chunk_block(int row_tile, int chunk) const {
-    const int block = chunk == 0 ? half_row<Config>(row_tile, 0, p.rows) / kScaleChunkRows
-                                 : half_row<Config>(row_tile, 1, p.rows) / kScaleChunkRows + chunk - 1;
+    const int block = chunk == 0 ? half_row<Config>(p, row_tile, 0) / kScaleChunkRows
+                                 : half_row<Config>(p, row_tile, 1) / kScaleChunkRows + chunk - 1;
     return min(block, ceil_div(p.rows, kScaleChunkRows) - 1);
   }
 

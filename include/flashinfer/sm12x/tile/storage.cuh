@@ -141,14 +141,20 @@ struct SharedStorage {
   __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
 };
 
+// Whether the halves of a row tile are up rows and the matching gate rows; else they are neighbouring rows.
+template <class Config>
+__device__ __forceinline__ bool gated(const GroupedGemmParams<Config::kRole>& p) {
+  if constexpr (Config::kRole == Role::kFc1) return p.epilogue.activation.gated;
+  return false;
+}
+
 // First weight row of half `half` of a row tile.
 template <class Config>
-__device__ __forceinline__ int half_row(int row_tile, int half, int rows) {
+__device__ __forceinline__ int half_row(const GroupedGemmParams<Config::kRole>& p, int row_tile, int half) {
   if constexpr (Config::kRole == Role::kFc1) {
-    return (half == 0 ? 0 : rows / 2) + row_tile * kRowHalf;  // up, gate
-  } else {
-    return row_tile * kRowTile + half * kRowHalf;
+    if (gated<Config>(p)) return (half == 0 ? 0 : p.rows / 2) + row_tile * kRowHalf;
   }
+  return row_tile * kRowTile + half * kRowHalf;
 }
 
 }  // namespace flashinfer::sm12x

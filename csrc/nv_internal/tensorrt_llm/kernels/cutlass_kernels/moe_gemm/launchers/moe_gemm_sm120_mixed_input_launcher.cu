@@ -109,8 +109,8 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
       return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
     }
     const StreamedGemmPlan plan =
-        moe_stream_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile, i == 0,
-                        i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
+        moe_stream_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile,
+                        i == 0 ? a.fc1_parts() : 1, i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
     p.gemm[i] = plan.make();
     if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
     p.stage_bytes = std::max(p.stage_bytes, plan.stage_bytes(p.gemm[i]));
@@ -140,7 +140,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.top_k = s.top_k;
   p.first_expert = a.first_expert;
   p.num_experts = s.num_experts;
-  p.swiglu = a.swiglu;
+  p.activation = a.activation;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
   p.blocks_done = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
@@ -180,7 +180,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
   GroupedGemmParams<Role::kFc1> fc1 = {};
   GroupedGemmParams<Role::kFc2> fc2 = {};
   const int experts = s.num_experts;
-  Status r = fill_gemm(fc1, *a.fc1_instance, a.fc1.weights, a.fc1.scales, experts, 2 * s.inter, s.hidden, w.split);
+  Status r = fill_gemm(fc1, *a.fc1_instance, a.fc1.weights, a.fc1.scales, experts, a.fc1_rows(), s.hidden, w.split);
   if (r.error) return r;
   r = fill_gemm(fc2, *a.fc2_instance, a.fc2.weights, a.fc2.scales, experts, s.hidden, s.inter, w.split);
   if (r.error) return r;
@@ -230,7 +230,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
     fc1.token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : a.input_sf);
     fc1.token_scale_pitch = !own_scales && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
   }
-  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.swiglu, w.act, w.act_scales};
+  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.activation, w.act, w.act_scales};
 
   fc2.tokens = w.act;
   if (mxfp8) {

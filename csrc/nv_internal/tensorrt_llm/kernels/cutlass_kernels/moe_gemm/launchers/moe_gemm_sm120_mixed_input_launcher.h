@@ -30,7 +30,7 @@ struct MoeArguments {
   const float* routing_weights;  // null: 1
   int first_expert;
   ExpertWeights fc1, fc2;
-  SwigluOfExperts swiglu;
+  ActivationOfExperts activation;
   void* output;
   ScalarType output_type;
 
@@ -43,6 +43,9 @@ struct MoeArguments {
   size_t workspace_bytes;
   const Instance* fc1_instance;
   const Instance* fc2_instance;
+
+  int fc1_parts() const { return activation.gated ? 2 : 1; }
+  int fc1_rows() const { return fc1_parts() * shape.inter; }
 };
 
 // Enough for fewer tokens, too, and for any number of the device's SMs.

@@ -95,8 +95,7 @@ struct StreamedLayerInstance {
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
-    const StreamedGemmPlan plan =
-        moe_stream_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts == 2, out, k);
+    const StreamedGemmPlan plan = moe_stream_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts, out, k);
     const StreamedGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
