@@ -58,7 +58,7 @@ def costs(batch: Batch, mode: int) -> list[str]:
     call = layer_call(batch.of_mode(mode))
     backend = kernels(batch.inputs.input.device)
     assert backend is not None
-    module = sm12x_launch.moe_module(backend)
+    module = sm12x_launch.moe_module(backend, "mxfp4")
     recorder = _Recorder(module)
     with mock.patch.object(sm12x_launch, "moe_module", return_value=recorder):
         call()

@@ -25,9 +25,9 @@ from ..sm12x.checks import (
     UE8M0,
     UE8M0_DTYPES,
     BlockScales,
-    Span,
     Unchanged,
     are_apart,
+    bounds_of,
     describe,
     is_tensor,
     padded_scales,
@@ -87,6 +87,8 @@ class Mode(enum.IntEnum):
         return "bf16" if self is Mode.W4A16 else "mxfp8"
 
 
+MODES = {mode.value: mode for mode in Mode}
+"""The modes by their numbers; a third of the time of ``Mode(number)``."""
 INPUT_DTYPES = {
     Mode.MXFP8_INPUT: (torch.float8_e4m3fn,),
     Mode.HALF_INPUT: (torch.bfloat16, torch.float16),
@@ -377,8 +379,8 @@ class CheckedExperts(NamedTuple):
     first_expert: int
     num_experts_total: int
     weights: str
-    spans: tuple[Span, ...] = ()
-    """Ranges of memory of the tensors of :func:`expert_tensors`."""
+    bounds: tuple[int, ...] = ()
+    """Of the memory of :func:`expert_tensors`; :func:`~flashinfer.sm12x.checks.bounds_of`."""
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
@@ -419,7 +421,7 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
             taken = f"{' and '.join(activation.defaults)} alone" if activation.defaults else "no parameters"
             raise ValueError(f"{name} is given; activation_type {activation.name} has {taken}, pass None")
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
-    return layer._replace(spans=tuple(span(each) for each in expert_tensors(call) if each is not None))
+    return layer._replace(bounds=bounds_of([span(each) for each in expert_tensors(call) if each is not None]))
 
 
 _options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
@@ -466,7 +468,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    mode, known = Mode(call.moe_mode), checked or _recall(call)
+    mode, known = MODES[call.moe_mode], checked or _recall(call)
     layer = known or _check_weights(call, call.input.device)
     device, experts, hidden, inter, first, total, weights, _ = layer
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
@@ -504,7 +506,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
         routing = call.token_selected_experts, call.token_final_scales, call.router_logits, call.is_padding
         read = [each for each in (call.input, call.input_sf, *routing, call.next_weights) if each is not None]
         spans = [(start := each.data_ptr(), start + each.nbytes) for each in (*written, *read)]
-        if not are_apart([*spans, *layer.spans], len(written)):
+        if not are_apart(spans, len(written), layer.bounds):
             require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
     routed = experts if call.enable_alltoall else total
     return MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)

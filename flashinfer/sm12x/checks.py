@@ -7,6 +7,7 @@ a GPU, on the virtual one and on the CPU alike: addresses and overlaps are check
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 import reprlib
@@ -295,7 +296,15 @@ class Unchanged:
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
         self._known = [
-            None if each is None else (weakref.ref(each), each.data_ptr(), each.shape, each.stride(), each.dtype)
+            None
+            if each is None
+            else (
+                weakref.ref(each),
+                each.data_ptr(),
+                each.shape,
+                None if each.is_contiguous() else each.stride(),  # cheaper to ask again
+                each.dtype,
+            )
             for each in tensors
         ]
 
@@ -315,7 +324,7 @@ class Unchanged:
                 or reference() is not tensor
                 or tensor.data_ptr() != start
                 or tensor.shape != shape
-                or tensor.stride() != strides
+                or (not tensor.is_contiguous() if strides is None else tensor.stride() != strides)
                 or tensor.dtype is not dtype
                 or tensor.is_neg()
             ):
@@ -390,13 +399,28 @@ def spans_meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
     return any(first < end and start < last for first, last in some for start, end in others)
 
 
-def are_apart(spans: Sequence[Span], written: int) -> bool:
-    """Whether none of the first ``written`` of ``spans`` has a byte of another one."""
+def bounds_of(spans: Sequence[Span]) -> tuple[int, ...]:
+    """Starts and ends of the memory of ``spans``, ascending: those that meet are one, empty ones none."""
+    bounds: list[int] = []
+    for start, end in sorted(spans):
+        if bounds and start <= bounds[-1]:
+            bounds[-1] = max(end, bounds[-1])
+        elif start < end:
+            bounds += start, end
+    return tuple(bounds)
+
+
+def are_apart(spans: Sequence[Span], written: int, bounds: Sequence[int]) -> bool:
+    """Whether none of the first ``written`` of ``spans`` has a byte of another one, or of the memory in ``bounds``
+    (:func:`bounds_of`)."""
     for place in range(written):
         first, last = spans[place]
         for start, end in spans[place + 1 :]:
             if first < end and start < last:
                 return False
+        behind = bisect.bisect_right(bounds, first)  # odd: first lies between a start and its end
+        if behind % 2 or (behind < len(bounds) and bounds[behind] < last):
+            return False
     return True
 
 

@@ -70,9 +70,13 @@ def is_traced(call: Sequence[Any]) -> bool:
     """Whether a compiler, a dispatch mode or a tensor subclass must see this call, so that it goes to the operator."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    for value in [each for each in call if type(each) not in _ORDINARY]:
+    return _has_subclass(call)
+
+
+def _has_subclass(values: Sequence[Any]) -> bool:
+    for value in [each for each in values if type(each) not in _ORDINARY]:
         if isinstance(value, (list, tuple)):
-            if is_traced(value):
+            if _has_subclass(value):
                 return True
         elif isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not _PLAIN:
             return True

@@ -7,12 +7,18 @@ library is imported here: the doctor and vLLM's plugin load this file without th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+# C's environment, which os.environ changes too: a call reads two variables that are hardly ever set, and os.environ takes
+# 1 us to say so, by an exception; this takes 0.2 us.
+_getenv = ctypes.PyDLL(None).getenv
+_getenv.restype = ctypes.c_char_p
 
 
 class VariableError(ValueError):
@@ -331,7 +337,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
         VariableError: it has none; the message says what it may be.
     """
     variable = TABLE[name]
-    text = (os.environ if environ is None else environ).get(name, "")
+    text = os.fsdecode(_getenv(name.encode()) or b"") if environ is None else environ.get(name, "")
     if not text:
         return variable.unset
     try:

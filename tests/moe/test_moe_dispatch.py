@@ -18,6 +18,7 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer
+from flashinfer.fused_moe.sm12x_validation import Mode, MoECall
 from flashinfer.sm12x import device_class, devices
 from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, is_alone, tactic
 
@@ -192,6 +193,20 @@ def test_value_check_follows_its_switch_and_not_a_capture(monkeypatch: pytest.Mo
     capturing = True
     assert not devices.checks_values(cuda)
     assert devices.checks_values(torch.device("cpu"))
+
+
+def test_a_call_holds_every_argument_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields are given by their places, so that a swap would be silent."""
+    calls: list[Any] = []
+    monkeypatch.setattr(core, "fused_moe", calls.append)
+    known = {name: layer_arguments(2)[name] for name in ("input", "fc1_expert_weights", "use_w4_group_scaling")}
+    parameters = inspect.signature(core.cutlass_fused_moe).parameters
+    given = {name: object() for name in MoECall._fields if name in parameters} | known | {"activation_type": 7}
+    core.cutlass_fused_moe(**given)
+    (call,) = calls
+    assert call.moe_mode == Mode.W4A16
+    del given["use_w4_group_scaling"]
+    assert {name: getattr(call, name) for name in given} == given
 
 
 def test_other_kinds_go_to_upstream_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,10 +345,11 @@ def test_tokens_of_a_reused_layer_may_not_lie_in_its_cache() -> None:
 def test_each_fact_of_a_tensor_is_known() -> None:
     """One change at a time, with everything else as it was."""
     square = torch.ones(4, 4)
+    columns = square.t()
     facts: dict[str, Callable[[], torch.Tensor]] = {
         "address": lambda: square.clone(),
         "shape": lambda: square[:3],
-        "strides": lambda: square.t(),
+        "strides": lambda: columns,
         "dtype": lambda: square.view(torch.int32),
         "negative bit": lambda: torch._neg_view(square),
     }
@@ -360,6 +361,12 @@ def test_each_fact_of_a_tensor_is_known() -> None:
         assert not unchanged.holds(None, tensor), what
         tensor.data = square
         assert unchanged.holds(None, tensor), what
+    tensor.data = columns
+    unchanged = Unchanged(tensor)
+    assert unchanged.holds(tensor)
+    for other in (square, square.as_strided((4, 4), (0, 1))):
+        tensor.data = other
+        assert not unchanged.holds(tensor), other.stride()
 
 
 def test_only_the_same_tensors_in_the_same_places_are_known() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flashinfer.sm12x.checks import elements_overlap, require_apart, strides_overlap
+from flashinfer.sm12x.checks import are_apart, bounds_of, elements_overlap, require_apart, strides_overlap
 
 MEMORY = 96
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, in elements
@@ -183,3 +183,23 @@ def test_what_is_written_shares_nothing_with_another_argument(differing: float) 
             assert not expected, (expected, call)
             passed += 1
     assert min(refused, passed) > 400, (refused, passed)
+
+
+def test_spans_are_apart_if_they_share_no_byte() -> None:
+    """What a call writes, what it reads, and its layer's memory, all of a few bytes, in all orders; none of them empty."""
+    seed = random.randrange(1 << 16)
+    print("seed", seed)
+    source = random.Random(seed)
+    met = collections.Counter[bool]()
+    for _ in range(4000):
+        written, read, layer = (
+            [(start, start + source.randrange(1, 5)) for start in source.sample(range(32), count)]
+            for count in (source.randrange(1, 4), source.randrange(3), source.randrange(5))
+        )
+        spans = [*written, *read]
+        others = [spans[place + 1 :] + layer for place in range(len(written))]
+        apart = all(set(range(*one)).isdisjoint(range(*two)) for one, all_ in zip(written, others) for two in all_)
+        assert are_apart(spans, len(written), bounds_of(layer)) == apart, (written, read, layer)
+        met[apart] += 1
+    assert min(met[True], met[False]) > 200, met
+    assert bounds_of([(5, 5), (7, 9), (1, 3), (2, 6), (6, 6)]) == (1, 6, 7, 9)
