@@ -61,10 +61,10 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} "
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
-    tunes = wanted is None and backend.is_cuda and not tune.is_idle()
-    if tunes or not streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
+    asks_tuner = wanted is None and backend.is_cuda and not tune.is_idle()
+    if asks_tuner or not streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
         call = routed(call)
-    if tunes:
+    if asks_tuner:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():
             other = Mode.HALF_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
             tuned_tactics(backend, problem._replace(mode=other), call, tactics)  # for calls of other sizes

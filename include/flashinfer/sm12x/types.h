@@ -114,7 +114,7 @@ struct ReadAhead {
 };
 
 // The format in which a MoE layer's caller gives activations, and in which they are multiplied.
-enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
+enum class MoeMode : int { kMxfp8Input = 0, kHalfInput = 1, kW4A16 = 2 };
 
 // The use of a tile GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {

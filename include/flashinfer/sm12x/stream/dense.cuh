@@ -228,7 +228,7 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
     for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
       const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
-      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.next_weights);
+      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.high_row_offset);
       __syncwarp();
       ptx::mbarrier_arrive(ring.done(place.stage));
       place.advance(p.gemm.slices, ring.stages);

@@ -268,14 +268,14 @@ class SlabMultiplier {
   __device__ __forceinline__ int first_k_block() const { return first_k_block_; }
 
   // A slab of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
-  __device__ __forceinline__ void clear(uint32_t stage, uint32_t next_weights) const {
+  __device__ __forceinline__ void clear(uint32_t stage, uint32_t high_row_offset) const {
     constexpr float kZeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int kb = 0; kb < kKBlocks; ++kb) {
 #pragma unroll
       for (int i = 0; i < Shape::kBlockBytes; i += 16) {
         ptx::store_shared_vector(operands_[kb].weights + stage + i, kZeros);
-        ptx::store_shared_vector(operands_[kb].weights + stage + next_weights + i, kZeros);
+        ptx::store_shared_vector(operands_[kb].weights + stage + high_row_offset + i, kZeros);
       }
 #pragma unroll
       for (int i = 0; i < Shape::kScaleWords; ++i) {  // a block's scales
@@ -292,12 +292,12 @@ class SlabMultiplier {
   }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
-  // Leaves partial sums there. `next_weights`: StreamedGemm's, which a launch of one GEMM need not keep in a register.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t next_weights) const {
+  // Leaves partial sums there. `high_row_offset`: StreamedGemm's, which a launch of one GEMM need not keep in a register.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t high_row_offset) const {
     if (kSteps == 1 || count > kNarrowTokens) {
-      multiply_slab<kSteps>(stage, row, next_weights);
+      multiply_slab<kSteps>(stage, row, high_row_offset);
     } else {
-      multiply_slab<1>(stage, row, next_weights);
+      multiply_slab<1>(stage, row, high_row_offset);
     }
   }
 
@@ -309,10 +309,11 @@ class SlabMultiplier {
   // A chunk of scales holds rows r, r + 32, r + 64 and r + 96 side by side.
   static __device__ __forceinline__ uint32_t quarter(uint32_t row) { return (row >> 3) & 12; }
 
-  __device__ __forceinline__ void load_weights(int kb, uint32_t stage, uint32_t next_weights, Block (&rows)[2]) const {
+  __device__ __forceinline__ void load_weights(int kb, uint32_t stage, uint32_t high_row_offset,
+                                               Block (&rows)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t row = stage + r * next_weights;
+      const uint32_t row = stage + r * high_row_offset;
 #pragma unroll
       for (int i = 0; i < Shape::kFirstPlaneBytes / 16; ++i) {
         ptx::load_shared_vector(&rows[r][4 * i], operands_[kb].weights + row + 16 * i);
@@ -330,14 +331,14 @@ class SlabMultiplier {
 
   // Where a token step's partial sums go in the first stage (PartialPlace): over weights of the first K block, or to
   // the tail. Computed where it is needed, since with sixteen tokens no register is free for a second address.
-  __device__ __forceinline__ uint32_t partial(int step, uint32_t next_weights) const {
+  __device__ __forceinline__ uint32_t partial(int step, uint32_t high_row_offset) const {
     const bool in_weights = first_partial_ == operands_[0].weights;
-    return first_partial_ + step * (in_weights ? next_weights : PartialPlace<Shape>::kTailStep);
+    return first_partial_ + step * (in_weights ? high_row_offset : PartialPlace<Shape>::kTailStep);
   }
 
   // kActive: token steps that hold tokens. `row`: the slab's first, in the first part.
   template <int kActive>
-  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t next_weights) const {
+  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t high_row_offset) const {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
     Block weights[kKBlocks][2];
     uint32_t scales[kKBlocks][2], nan[2] = {0, 0};
@@ -351,14 +352,14 @@ class SlabMultiplier {
     };
 #pragma unroll
     for (int kb = 0; kb < kKBlocks; ++kb) {
-      if (kb < kAhead) load_weights(kb, stage, next_weights, weights[kb]);
+      if (kb < kAhead) load_weights(kb, stage, high_row_offset, weights[kb]);
       if (kb < kScalesAhead) load_scales_of_k_block(kb);
     }
     float chain[kActive][kChains<kActive>][4] = {};
     auto multiply_k_blocks = [&](auto large, const auto& factor) {
 #pragma unroll
       for (int kb = 0; kb < kKBlocks; ++kb) {
-        if (kb >= kAhead) load_weights(kb, stage, next_weights, weights[kb]);
+        if (kb >= kAhead) load_weights(kb, stage, high_row_offset, weights[kb]);
         if (kb >= kScalesAhead) load_scales_of_k_block(kb);
         multiply_k_block<decltype(large)::value>(weights[kb], factor(scales[kb][0]), factor(scales[kb][1]), kb, chain,
                                                  nan);
@@ -385,7 +386,7 @@ class SlabMultiplier {
 #pragma unroll
         for (int i = 0; i < 4; ++i) chain[step][0][i] += chain[step][1][i];
       }
-      ptx::store_shared_vector(stage + partial(step, next_weights), chain[step][0]);
+      ptx::store_shared_vector(stage + partial(step, high_row_offset), chain[step][0]);
     }
   }
 

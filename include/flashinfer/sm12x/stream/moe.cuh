@@ -207,7 +207,7 @@ class TokenFragments {
 template <class Config>
 class StreamMultiplier {
  public:
-  __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
+  __device__ __forceinline__ StreamMultiplier(const StreamShared& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
@@ -269,12 +269,12 @@ class StreamMultiplier {
   __device__ __forceinline__ bool prepare_warm_up() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
     if (!slab_.works() || stage < StreamStorage::kRouting) return false;
-    slab_.clear(stage, next_weights_);
+    slab_.clear(stage, high_row_offset_);
     return true;
   }
 
   __device__ __forceinline__ void enter(const StreamedGemm& g) {
-    next_weights_ = g.next_weights;
+    high_row_offset_ = g.high_row_offset;
     unit_rows_ = g.part_rows();
     slab_.enter(g, shared.stage(0), warp_, lane_);
   }
@@ -284,7 +284,7 @@ class StreamMultiplier {
     for (int i = 0; i < span.units; ++i) {
       const uint32_t row = slab_.first_row(span.unit + i, unit_rows_);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
-      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count, next_weights_);
+      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count, high_row_offset_);
       // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
       __syncwarp();
       if (filled) ptx::mbarrier_arrive(shared.done(place_.stage));
@@ -292,10 +292,10 @@ class StreamMultiplier {
     }
   }
 
-  const StreamBlock& shared;
+  const StreamShared& shared;
   int warp_, lane_;
   RingPlace place_;
-  uint32_t next_weights_ = 0, unit_rows_ = 0;  // of the current GEMM
+  uint32_t high_row_offset_ = 0, unit_rows_ = 0;  // of the current GEMM
   SlabMultiplier<Config> slab_;
 };
 
@@ -313,7 +313,7 @@ class StreamEpilogue {
   using Sums = float[kSteps][4];
 
  public:
-  __device__ __forceinline__ StreamEpilogue(const StreamedLayerParams& params, const StreamBlock& block, int warp,
+  __device__ __forceinline__ StreamEpilogue(const StreamedLayerParams& params, const StreamShared& block, int warp,
                                             int lane)
       : p(params),
         shared(block),
@@ -327,7 +327,7 @@ class StreamEpilogue {
 
   __device__ __forceinline__ void finish_units() {
     // No block reaches FC2's barrier before this one has arrived at FC1's, so this is the count before the launch.
-    const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.blocks_done + 1) : 0;
+    const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.barrier_counters + 1) : 0;
     const bool has_stages = warp_ < warps_;
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
     // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads
@@ -345,12 +345,12 @@ class StreamEpilogue {
     to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
-    grid_barrier(p.blocks_done, 0);
+    grid_barrier(p.barrier_counters, 0);
     if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
     for (; has_stages && !to_finish_.ended(); next()) finish<1>();
     if (has_stages && !ahead_) ask_ahead();
-    grid_barrier(p.blocks_done + 1, done_before);
-    if (blockIdx.x == 0 && warp_ == 0 && lane_ == 0) *p.blocks_done = 0;  // all are through with it
+    grid_barrier(p.barrier_counters + 1, done_before);
+    if (blockIdx.x == 0 && warp_ == 0 && lane_ == 0) *p.barrier_counters = 0;  // all are through with it
     sum_outputs();
   }
 
@@ -487,7 +487,7 @@ class StreamEpilogue {
   }
 
   const StreamedLayerParams& p;
-  const StreamBlock& shared;
+  const StreamShared& shared;
   int warp_, lane_;
   int warps_;
   bool ahead_ = false;  // the next launch's data has been prefetched
@@ -499,7 +499,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     streamed_layer_kernel(const __grid_constant__ StreamedLayerParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  const StreamBlock shared(dynamic_shared, p);
+  const StreamShared shared(dynamic_shared, p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();

@@ -56,10 +56,10 @@ struct UnitRange {
 };
 
 // A block's shared memory (StreamStorage).
-struct StreamBlock : StreamRing<StreamStorage::kRing> {
+struct StreamShared : StreamRing<StreamStorage::kRing> {
   using Storage = StreamStorage;
 
-  __device__ __forceinline__ StreamBlock(char* dynamic, const StreamedLayerParams& p)
+  __device__ __forceinline__ StreamShared(char* dynamic, const StreamedLayerParams& p)
       : StreamRing{dynamic, p.stages, p.stage_bytes} {}
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
@@ -101,7 +101,7 @@ class StreamScheduler {
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }
 
-  __device__ __forceinline__ Span next_span(const StreamedLayerParams& p, const StreamBlock& shared) {
+  __device__ __forceinline__ Span next_span(const StreamedLayerParams& p, const StreamShared& shared) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
       const UnitRange range = shared.unit_ranges()[gemm];
       const int units = p.gemm[gemm].units;
@@ -116,7 +116,7 @@ class StreamScheduler {
 // Every `stride`-th unit of the block, from unit `first` on.
 class StridedUnits {
  public:
-  __device__ __forceinline__ StridedUnits(const StreamedLayerParams& p, const StreamBlock& shared, int first,
+  __device__ __forceinline__ StridedUnits(const StreamedLayerParams& p, const StreamShared& shared, int first,
                                           int stride)
       : at_(first), stride_(stride) {
     span_ = scheduler_.next_span(p, shared);
@@ -126,13 +126,13 @@ class StridedUnits {
   __device__ __forceinline__ int tile() const { return scheduler_.tile; }
   __device__ __forceinline__ int unit() const { return span_.unit + at_; }
   __device__ __forceinline__ bool ended() const { return scheduler_.ended(); }
-  __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamBlock& shared) {
+  __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamShared& shared) {
     at_ += stride_;
     settle(p, shared);
   }
 
  private:
-  __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamBlock& shared) {
+  __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamShared& shared) {
     while (!scheduler_.ended() && at_ >= span_.units) {
       at_ -= span_.units;
       span_ = scheduler_.next_span(p, shared);
@@ -148,7 +148,7 @@ class StridedUnits {
 // One warp sorts pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
 // pairs' local experts, which the whole block has left in shared memory.
 template <class Config>
-__device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
+__device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamShared& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
   int* counts = shared.routing_counts();
   int* offsets = counts + kMaxLocalExperts;
@@ -198,7 +198,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
 
 // Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by
 // its router's logits, a token to an epilogue warp.
-__device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, const StreamBlock& shared, int warp,
+__device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, const StreamShared& shared, int warp,
                                                  int lane) {
   if (p.router.logits == nullptr) {
     if (warp == 0 && lane < p.num_pairs) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, c
   for (int token = warp; token < p.num_tokens; token += kEpilogueWarps) {
     int id;
     float weight;
-    const int experts = p.router.num_experts;
+    const int experts = p.router.num_experts_total;
     choose_experts(p.router.logits + static_cast<int64_t>(token) * experts, experts, p.top_k, lane, &id, &weight);
     if (lane >= p.top_k) continue;
     if (p.router.is_padding != nullptr && p.router.is_padding[token]) id = -1;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, c
 // The same as route_many for a few pairs, one a lane: every lane counts those that come before its own. At one token,
 // routing is part of what nothing hides.
 template <class Config>
-__device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
+__device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamShared& shared, int expert,
                                                 int lane) {
   int place = 0, of_expert = 0, before_in_expert = 0;
   for (int other = 0; other < p.num_pairs; ++other) {

@@ -46,7 +46,7 @@ struct StreamedGemm {
   int groups;  // of MMA warps, and slabs of a unit: 1, 2 or 4
   int units;  // that one tile of tokens needs
   int pitch;  // bytes from row to row of a stage: row_bytes, or padded, or of a slice, where rows are copied one by one
-  uint32_t next_weights;  // bytes from row g of a slab to row g + 8
+  uint32_t high_row_offset;  // bytes from row g of a slab to row g + 8
   int scale_box_rows;  // rows of a unit's part, at most the chunk's quarter of 32; a power of two
   int scale_offset;  // in a stage, behind the weights: a scale box for each part
   int bias_offset;  // in a stage, behind the scales: biases of each part
@@ -139,7 +139,7 @@ struct StreamedGemmPlan {
     if (sliced && (g.slices > 1 || !sixteen || g.row_bytes % 128 == 0)) {
       g.pitch = round_up(g.stage_k_blocks * k_block_bytes(format), 128) + (sixteen ? 64 : 16);
     }
-    g.next_weights = static_cast<uint32_t>((parts == 2 ? g.part_rows() : 8) * g.pitch);
+    g.high_row_offset = static_cast<uint32_t>((parts == 2 ? g.part_rows() : 8) * g.pitch);
     g.scale_box_rows = g.part_rows() < 32 ? g.part_rows() : 32;
     g.scale_offset = round_up(kSlabRows * g.groups * g.pitch, 128);
     g.bias_offset = g.scale_offset + parts * g.scale_box_bytes();
@@ -211,9 +211,9 @@ constexpr int kFewPairs = 32;  // most pairs that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
 struct RouterLogits {
-  const float* logits;  // [num_tokens, num_experts], or null
+  const float* logits;  // [num_tokens, num_experts_total], or null
   const bool* is_padding;  // [num_tokens], or null: rows that go to no expert
-  int num_experts;  // on all ranks
+  int num_experts_total;
 };
 
 struct StreamedLayerParams {
@@ -230,7 +230,7 @@ struct StreamedLayerParams {
   ActivationOfExperts activation;
   float* act;  // [pairs, inter], in expert order
   float* partial_outputs;  // [pairs, hidden], by pair
-  unsigned* blocks_done;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
+  unsigned* barrier_counters;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
   ReadAhead next;
   void* output;  // [tokens, hidden]
   ScalarType output_type;

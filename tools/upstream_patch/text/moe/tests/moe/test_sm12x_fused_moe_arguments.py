@@ -28,6 +28,11 @@ CALLS = {
     **{f"MoE {mode}": (cutlass_fused_moe, lambda mode=mode: _moe(mode)) for mode in range(3)},
     "MoE, NVFP4": (cutlass_fused_moe, lambda: _moe(2, weights="nvfp4")),
     "MoE, SwigluStep": (cutlass_fused_moe, lambda: _moe(0, swiglu_step=True)),
+    "MoE, Relu2": (cutlass_fused_moe, lambda: _moe(0, relu2=True)),
+    "MoE, Relu2, NVFP4": (
+        cutlass_fused_moe,
+        lambda: _moe(2, relu2=True, weights="nvfp4"),
+    ),
     "MoE workspace": (cutlass_fused_moe_workspace_size, workspace_sizes),
 }
 NOT_SERVED = "^backend='sm12x' takes packed e2m1 weights"

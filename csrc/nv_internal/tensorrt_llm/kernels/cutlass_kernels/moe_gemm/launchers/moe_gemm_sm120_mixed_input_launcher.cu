@@ -35,18 +35,16 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   MoeWorkspace w = {};
   // Room for whatever tactic comes: act is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a streamed
   // layer's float32; tokens are e4m3, or packed, for a pair of GEMMs one row for each pair.
-  const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kBf16Activations;
+  const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kW4A16;
   const size_t streamed_tokens = std::min<size_t>(s.num_tokens, kStreamPairs / s.top_k);
   const size_t act_bytes = s.inter * std::max(pairs, streamed_tokens * s.top_k * sizeof(float));
   w.act = arena.take<uint8_t>(std::max(act_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
   w.act_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
-  const size_t quantized_bytes = s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
+  const size_t quantized_bytes = s.mode == MoeMode::kHalfInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
   const size_t packed_rows = as_bf16 ? pairs : streamed_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
-  w.token_scales =
-      arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
-                              ? 0
-                              : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
+  w.token_scales = arena.take<uint8_t>(
+      s.mode == MoeMode::kW4A16 ? 0 : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
   w.offsets = arena.take<int32_t>(s.num_experts + 1);
   w.order = arena.take<int32_t>(pairs);
   w.positions = arena.take<int32_t>(as_bf16 ? pairs : 0);
@@ -59,7 +57,7 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
 
 TokenRows input_rows(const MoeArguments& a) {
   TokenFormat format = TokenFormat::kBf16;
-  if (a.shape.mode == MoeMode::kQuantizeInput) {
+  if (a.shape.mode == MoeMode::kHalfInput) {
     format = a.input_type == ScalarType::kF16 ? TokenFormat::kQuantizeF16 : TokenFormat::kQuantizeBf16;
   } else if (a.shape.mode == MoeMode::kMxfp8Input) {
     format = a.swizzled_input_sf ? TokenFormat::kMxfp8Swizzled : TokenFormat::kMxfp8Linear;
@@ -91,7 +89,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   if (a.fc1_instance != a.fc2_instance) {
     return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
-  if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts > kRouterMaxExperts)) {
+  if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts_total > kRouterMaxExperts)) {
     return {cudaErrorInvalidValue,
             "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
   }
@@ -131,8 +129,8 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
     p.gemm[i].bias_type = matrices[i].bias_type;
   }
 
-  const bool own_rows = s.mode == MoeMode::kBf16Activations;  // as the input lies
-  p.tokens = own_rows ? static_cast<const uint8_t*>(a.input) : w.tokens;
+  const bool reads_input = s.mode == MoeMode::kW4A16;
+  p.tokens = reads_input ? static_cast<const uint8_t*>(a.input) : w.tokens;
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
@@ -143,15 +141,16 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.activation = a.activation;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
-  p.blocks_done = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
+  // A streamed layer splits no units between blocks, so the arrivals' counters are free.
+  p.barrier_counters = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
   p.next = a.next;
   p.router = a.router;
 
   PackTokensParams pack = pack_params(a, w, nullptr);
-  if (own_rows) pack.num_tokens = 0;
-  pack.counters = p.blocks_done;
+  if (reads_input) pack.num_tokens = 0;
+  pack.counters = p.barrier_counters;
   pack.num_counters = a.barrier != nullptr ? 0 : 2;
   pack.prefetch = a.ids;
   pack.prefetch_bytes = a.ids != nullptr ? pairs * static_cast<int>(sizeof(int32_t)) : 0;
@@ -190,7 +189,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
   prologue.hidden = s.hidden;
   prologue.quantized = w.tokens;
   prologue.quantized_scales = w.token_scales;
-  if (mxfp8 && s.mode == MoeMode::kQuantizeInput) {
+  if (mxfp8 && s.mode == MoeMode::kHalfInput) {
     prologue.format = input_rows(a).format;
     prologue.input = a.input;
   } else if (repack) {
@@ -223,12 +222,12 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
   route(fc1);
   route(fc2);
 
-  const bool own_rows = !mxfp8 || s.mode == MoeMode::kQuantizeInput;
-  fc1.tokens = own_rows ? w.tokens : static_cast<const uint8_t*>(a.input);
+  const bool from_workspace = !mxfp8 || s.mode == MoeMode::kHalfInput;
+  fc1.tokens = from_workspace ? w.tokens : static_cast<const uint8_t*>(a.input);
   if (mxfp8) {
-    const bool own_scales = own_rows || repack;
-    fc1.token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : a.input_sf);
-    fc1.token_scale_pitch = !own_scales && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
+    const bool scales_from_workspace = from_workspace || repack;
+    fc1.token_scales = reinterpret_cast<const uint32_t*>(scales_from_workspace ? w.token_scales : a.input_sf);
+    fc1.token_scale_pitch = !scales_from_workspace && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
   }
   fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.activation, w.act, w.act_scales};
 
