@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for MXFP4 and NVFP4 MoE calls, which hold for every backend.
 
-:func:`select_mode` decides from dtypes and flags whether a call is one of the three modes, :func:`validate` checks
+:func:`select_mode` finds a call's mode by dtypes and flags, or that the call is of another kind, :func:`validate` checks
 everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
 tell.  All errors name the argument, what it was and what it may be.
 """
@@ -110,7 +110,11 @@ NVFP4 = BlockScales("E4M3", (torch.float8_e4m3fn,), NVFP4_SCALES.block)
 
 
 class MoECall(NamedTuple):
-    """The arguments of one call, named as in ``cutlass_fused_moe``, in the order of ``flashinfer::sm12x_cutlass_fused_moe``."""
+    """The arguments of one call, named as in ``cutlass_fused_moe``.
+
+    Three places rely on their order: the schema of ``flashinfer::sm12x_cutlass_fused_moe``, ``_options`` below, and
+    ``cutlass_fused_moe`` and :class:`SM12xMoELayer`, which give them by place.
+    """
 
     output: torch.Tensor | None
     workspace_buffer: torch.Tensor | None
@@ -476,9 +480,8 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
     top_k = _require_routing(call, tokens, total, device)
     if not 1 <= top_k <= total:
-        what = "token_selected_experts.shape[1]" if call.router_logits is None else "of router_logits"
         raise ValueError(
-            f"top_k ({what}) is {top_k}; it must be in [1, {total}], the number of experts "
+            f"top_k (token_selected_experts.shape[1]) is {top_k}; it must be in [1, {total}], the number of experts "
             f"({experts} here x ep_size {total // experts})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
@@ -489,8 +492,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     if call.token_final_scales is not None:
         shape = tokens, top_k
         require_tensor("token_final_scales", call.token_final_scales, [shape], FLOAT32, device, alignment=ELEMENT)
-    if call.enable_pdl is not None:
-        require_switches(call)
+    require_switches(call)
     written = [each for each in (call.output, call.workspace_buffer, call.barrier) if each is not None]
     if call.output is not None:
         require_tensor("output", call.output, [(tokens, hidden)], (call.output_dtype,), device)

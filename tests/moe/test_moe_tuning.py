@@ -210,7 +210,7 @@ def test_a_streamed_tactic_refuses_what_it_cannot_take(row) -> None:
 def test_a_call_with_too_many_tokens_for_its_tactic_is_refused() -> None:
     arguments = make_moe_inputs(MoECase(257, 64, 64, 4, 4, 0), 17).arguments()
     number = INSTANCES[STREAMED].number
-    with pytest.raises(ValueError, match="takes at most 1024 .* but this call has 1028 pairs"):
+    with pytest.raises(ValueError, match=r"takes at most 1024 .* but this call has 1028 pairs"):
         flashinfer.cutlass_fused_moe(**arguments, profile_ids=[number, number])
 
 
