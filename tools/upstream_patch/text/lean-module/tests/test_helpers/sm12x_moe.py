@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 
+from flashinfer.tllm_enums import ActivationType
 from tests.test_helpers.mx_formats import (
     assert_close,
     dequantize_mxfp4,
@@ -69,19 +70,28 @@ def random_nvfp4(experts: int, rows: int, k: int) -> tuple[torch.Tensor, torch.T
     return packed, scales.view(torch.float8_e4m3fn), factors
 
 
-def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int, weights_format: str = "mxfp4") -> Layer:
+def make_layer(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inter: int,
+    weights_format: str = "mxfp4",
+    gated: bool = True,
+) -> Layer:
+    """Without gate rows the activation is Relu2."""
     torch.manual_seed(0)
 
     def bf16(*shape):
         return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
-    global_scales = None
+    global_scales, fc1_rows = None, 2 * inter if gated else inter
     if weights_format == "nvfp4":
-        fc1, fc1_sf, fc1_global = random_nvfp4(experts, 2 * inter, hidden)
+        fc1, fc1_sf, fc1_global = random_nvfp4(experts, fc1_rows, hidden)
         fc2, fc2_sf, fc2_global = random_nvfp4(experts, hidden, inter)
         global_scales = fc1_global, fc2_global
     else:
-        fc1, fc1_sf = quantize_mxfp4(torch.randn(experts, 2 * inter, hidden, device="cuda") / hidden**0.5)
+        fc1, fc1_sf = quantize_mxfp4(torch.randn(experts, fc1_rows, hidden, device="cuda") / hidden**0.5)
         fc2, fc2_sf = quantize_mxfp4(torch.randn(experts, hidden, inter, device="cuda") / inter**0.5)
     weights, ids = torch.randn(tokens, experts, device="cuda").softmax(-1).topk(top_k, dim=-1)
     named = {
@@ -89,12 +99,14 @@ def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int, w
         "token_final_scales": weights.contiguous(),
         "fc1_expert_weights": fc1,
         "fc2_expert_weights": fc2,
-        "fc1_expert_biases": bf16(experts, 2 * inter),
+        "fc1_expert_biases": bf16(experts, fc1_rows),
         "fc2_expert_biases": bf16(experts, hidden),
-        "swiglu_alpha": torch.full((experts,), 1.702, device="cuda"),
-        "swiglu_beta": torch.ones(experts, device="cuda"),
-        "swiglu_limit": torch.full((experts,), 7.0, device="cuda"),
     }
+    if gated:
+        numbers = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+        named |= {f"swiglu_{name}": torch.full((experts,), value, device="cuda") for name, value in numbers.items()}
+    else:
+        named["activation_type"] = ActivationType.Relu2
     return Layer(bf16(tokens, hidden).float(), fc1_sf, fc2_sf, named, global_scales)
 
 
@@ -111,10 +123,14 @@ def assert_layer(out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, la
         if token.numel() == 0:
             continue
         w1, w2 = layer.matrix(1, expert), layer.matrix(2, expert)
-        up, gate = (x[token] @ w1.T + fc1_bias[expert]).chunk(2, dim=1)
-        alpha, beta, limit = (float(layer.named[f"swiglu_{name}"][expert]) for name in ("alpha", "beta", "limit"))
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        act = gate * torch.sigmoid(alpha * gate) * (up + beta)
+        projections = x[token] @ w1.T + fc1_bias[expert]
+        if "activation_type" in layer.named:
+            act = projections.clamp(min=0.0).square()
+        else:
+            up, gate = projections.chunk(2, dim=1)
+            alpha, beta, limit = (float(layer.named[f"swiglu_{name}"][expert]) for name in ("alpha", "beta", "limit"))
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            act = gate * torch.sigmoid(alpha * gate) * (up + beta)
         if w4a8:
             act = dequantize_mxfp8(*quantize_mxfp8(act))
         share = layer.named["token_final_scales"][token, slot].double().unsqueeze(1)

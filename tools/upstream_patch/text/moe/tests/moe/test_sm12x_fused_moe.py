@@ -47,6 +47,16 @@ def test_nvfp4_weights(tokens, hidden, inter):
         _run(layer, "bf16", quant_scales=[each.view(torch.uint8) for each in layer.arguments("bf16")["quant_scales"]])
 
 
+@pytest.mark.parametrize("mode,weights", [("mxfp8", "mxfp4"), ("half", "mxfp4"), ("bf16", "mxfp4"), ("bf16", "nvfp4")])
+@pytest.mark.parametrize("tokens", [1, 6, 150])
+def test_relu2_without_gate_rows(mode, weights, tokens):
+    skip_unless_sm12x()
+    layer = make_layer(tokens, 2, 5, 288, 160, weights, gated=False)
+    assert_layer(_run(layer, mode), layer, w4a8=mode != "bf16")
+    with pytest.raises(ValueError, match="swiglu_limit is given; activation_type Relu2 has no parameters"):
+        _run(layer, mode, swiglu_limit=torch.ones(5, device="cuda"))
+
+
 @pytest.mark.parametrize("mode", ["mxfp8", "bf16"])
 def test_expert_parallel_ranks_and_padding(mode):
     skip_unless_sm12x()
