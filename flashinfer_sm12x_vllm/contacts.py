@@ -121,9 +121,12 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.utils": ("replace_parameter(3)",),
     },
     "nvfp4": {
-        f"{MOE}.activation": ("MoEActivation.SILU", "MoEActivation.SWIGLUOAI_UNINTERLEAVE", "MoEActivation.SWIGLUSTEP"),
+        f"{MOE}.activation": tuple(
+            f"MoEActivation.{name}" for name in ("SILU", "SWIGLUOAI_UNINTERLEAVE", "SWIGLUSTEP", "RELU2_NO_MUL")
+        ),
+        f"{MOE}.config": ("FusedMoEConfig.is_act_and_mul",),
         f"{MOE}.experts.flashinfer_cutlass_moe": (
-            "FlashInferExperts._supports_no_act_and_mul <- ()",
+            "FlashInferExperts._supports_no_act_and_mul()",
             "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, "
             "activation)",
             *(f"FlashInferExperts.{name}" for name in ("g1_alphas", "g2_alphas")),

@@ -2,8 +2,8 @@
 """NVFP4 experts of any model on ``flashinfer.fused_moe.cutlass_fused_moe``, W4A16: tokens stay bfloat16.
 
 vLLM's methods load and prepare the weights, those of modelopt's and of compressed-tensors' checkpoints, as for
-FlashInfer's CUTLASS backend: up over gate, scales in 128x4 layout, nothing padded but scales. The scales of a checkpoint's
-own activations (W4A4) are not used: the fork rounds no activation, and takes batches of every size.
+FlashInfer's CUTLASS backend: up over gate, scales in 128x4 layout, nothing padded but scales; without gate rows the
+intermediate size is padded to 128. The scales of a checkpoint's own activations (W4A4) are not used: the fork rounds no activation, and takes batches of every size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from . import moe, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
-# 2 x the intermediate size is padded to 128 by vLLM's preparation, which refuses gated layers where that adds rows.
+# FC1's rows are padded to 128 by vLLM's preparation, which refuses gated layers where that adds rows.
 ROWS_OF_SCALES = 128
+ACTIVATIONS = (
+    *(MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP),
+    MoEActivation.RELU2_NO_MUL,  # without gate rows
+)
 
 
 class SM12xNvfp4Experts(moe.SM12xAutoExperts):
@@ -40,11 +44,7 @@ class SM12xNvfp4Experts(moe.SM12xAutoExperts):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP)
-
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return False
+        return activation in ACTIVATIONS
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replaces vLLM's, which multiplies global scales by those of quantized activations."""
@@ -70,7 +70,7 @@ def reason_against(config: Any, activation_key: Any) -> str:
     if config.is_lora_enabled:
         return "LoRA adapters may change them"
     rows = 2 * config.intermediate_size_per_partition
-    if rows % ROWS_OF_SCALES:
+    if config.is_act_and_mul and rows % ROWS_OF_SCALES:
         return (
             f"an intermediate size of {rows // 2}, which vLLM's preparation takes as multiples of {ROWS_OF_SCALES // 2}"
         )

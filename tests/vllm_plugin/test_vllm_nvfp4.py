@@ -54,8 +54,9 @@ class Expert:
         self.dense = mx_cpu.dequantize_nvfp4_linear(self.values, self.scales) * global_scale
 
 
-def experts_of(seed: int) -> list[dict[str, Expert]]:
-    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it."""
+def experts_of(seed: int, inter: int = INTER, gated: bool = True) -> list[dict[str, Expert]]:
+    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it. Without gate rows up
+    is w1."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -63,9 +64,8 @@ def experts_of(seed: int) -> list[dict[str, Expert]]:
         first, second = (float(scale) for scale in 0.01 + 0.02 * torch.rand(2, generator=generator))
         made.append(
             {
-                "w1": Expert(generator, INTER, HIDDEN, first),
-                "w3": Expert(generator, INTER, HIDDEN, first),
-                "w2": Expert(generator, HIDDEN, INTER, second),
+                **{name: Expert(generator, inter, HIDDEN, first) for name in (("w1", "w3") if gated else ("w1",))},
+                "w2": Expert(generator, HIDDEN, inter, second),
             }
         )
     return made
@@ -114,8 +114,11 @@ def reference(
     for token in range(len(hidden)):
         for chance, number in zip(chances[token], ids[token].tolist(), strict=True):
             dense = {name: matrix.dense for name, matrix in experts[number].items()}
-            gate, up = dense["w1"] @ hidden[token].float(), dense["w3"] @ hidden[token].float()
-            if activation == "swiglustep":
+            gate = dense["w1"] @ hidden[token].float()
+            up = dense["w3"] @ hidden[token].float() if "w3" in dense else None
+            if up is None:
+                inner = torch.relu(gate) ** 2
+            elif activation == "swiglustep":
                 inner = torch.nn.functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
             else:
                 inner = torch.nn.functional.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
@@ -123,6 +126,7 @@ def reference(
     return output
 
 
+NO_GATE = {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)}
 DOORS = ("modelopt W4A4", "modelopt W4A16", "compressed-tensors W4A4", "compressed-tensors W4A16")
 
 
@@ -157,6 +161,32 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
         assert (other - expected).norm() / expected.norm() > 2.0**-4
 
 
+@pytest.mark.parametrize("inter", [128, 160], ids=["whole rows of scales", "padded to 256"])
+@pytest.mark.parametrize("door", DOORS)
+def test_experts_without_gate_rows_are_the_forks_too(checkpoint_folder, log, monkeypatch, door, inter):
+    """Nemotron's: ReLU-squared of up rows, which the checkpoint calls up_proj and vLLM w1."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    config = serve(checkpoint_folder, {})
+    experts = experts_of(17, inter, gated=False)
+    print("seed", 18)
+    generator = torch.Generator().manual_seed(18)
+    hidden = torch.randn((9, HIDDEN), generator=generator).to(torch.bfloat16)
+    logits = torch.randn((9, EXPERTS), generator=generator).to(torch.bfloat16)
+    with served.parallel_groups(config):
+        from vllm.forward_context import set_forward_context
+
+        layer = built(door, renormalize=True, inter=inter, **NO_GATE)
+        load(layer, config, door, experts)
+        assert type(method_of(layer).moe_kernel.fused_experts).__name__ == "SM12xNvfp4Experts"
+        with torch.inference_mode(), set_forward_context(None, config, num_tokens=9):
+            got = layer(hidden, logits).float()
+    assert any("the NVFP4 experts are this fork's, W4A16" in message for message in log)
+    expected = reference(hidden, logits.float(), experts, "relu2_no_mul", None)
+    error = (got - expected).norm() / expected.norm()
+    print(f"error {float(error):.4f}")
+    assert error < 2.0**-8
+
+
 @pytest.mark.parametrize(
     ("words", "chosen", "options", "reason"),
     [
@@ -164,14 +194,9 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
         (("--moe-backend", "flashinfer_cutlass"), {}, {}, "--moe-backend flashinfer_cutlass"),
         ((), {"moe": "vllm"}, {}, "chosen"),
         ((), {}, {"inter": 96}, "an intermediate size of 96, which vLLM's preparation takes as multiples of 64"),
-        (
-            (),
-            {},
-            {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)},
-            "kernel does not support",
-        ),
+        ((), {}, NO_GATE | {"activation": "silu_no_mul"}, "kernel does not support"),
     ],
-    ids=["another backend", "upstream's W4A4", "chosen", "an odd size", "no gate"],
+    ids=["another backend", "upstream's W4A4", "chosen", "an odd size", "no gate, SiLU"],
 )
 def test_what_is_left_to_vllm_is_said(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
     from flashinfer_sm12x_vllm import nvfp4

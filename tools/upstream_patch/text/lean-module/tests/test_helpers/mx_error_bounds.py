@@ -20,7 +20,7 @@ from tests.test_helpers.mx_formats import (
 # take flashinfer/testing/error_bounds.py: FLOAT32_ROUNDOFF _FLOAT32_MAX _UNDERFLOW _MAX_SCALE_STEPS STEP SM120_SUM_BITS
 # take flashinfer/testing/error_bounds.py: _FRACTION_BITS _MOST_ROUNDS Accumulation ANY_ORDER TENSOR_CORE _power_below
 # take flashinfer/testing/error_bounds.py: _reach _largest_power _adder_error dot_error affine_error _clamped swiglu
-# take flashinfer/testing/error_bounds.py: swiglu_step requantize_mxfp8 round_to_bfloat16 BoundViolation
+# take flashinfer/testing/error_bounds.py: swiglu_step relu2 requantize_mxfp8 round_to_bfloat16 BoundViolation
 # take flashinfer/testing/error_bounds.py: check_within_bound
 
 

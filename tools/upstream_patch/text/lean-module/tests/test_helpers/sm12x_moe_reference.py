@@ -14,6 +14,7 @@ from tests.test_helpers.mx_error_bounds import (
     Accumulation,
     affine_error,
     dot_error,
+    relu2,
     requantize_mxfp8,
     round_to_bfloat16,
     swiglu,

@@ -1,6 +1,6 @@
 """MoE layers with MXFP4 or NVFP4 weights on SM120 and SM121 (``backend="sm12x"``).
 
-Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias, routing weights and the sum over a
+Two GEMM kernels a layer: FC1 with bias and activation in its epilogue, FC2 with bias, routing weights and the sum over a
 token's experts, whose order is fixed. A streamed row of the tables is one launch for both. The kernels route by
 themselves; nothing waits on the host.
 """
@@ -89,8 +89,8 @@ def _mode(given: dict[str, Any], device: torch.device, x_dtype: torch.dtype, wei
     mode = select_mode(x_dtype, weight_dtype, **_selected(given, _MODE_PARAMETERS))
     if mode in (None, Mode.AUTO):
         raise ValueError(
-            "backend='sm12x' takes packed e2m1 weights (uint8 or int64), SwiGLU, and "
-            "use_mxfp8_act_scaling (W4A8) or use_w4_group_scaling (W4A16)"
+            "backend='sm12x' takes packed e2m1 weights (uint8 or int64), SwiGLU or Relu2, "
+            "and use_mxfp8_act_scaling (W4A8) or use_w4_group_scaling (W4A16)"
         )
     return mode
 
@@ -99,8 +99,8 @@ def sm12x_fused_moe(given: dict[str, Any]) -> torch.Tensor:
     """:func:`flashinfer.fused_moe.cutlass_fused_moe` with MXFP4 weights, from its arguments.
 
     Hidden and intermediate size are multiples of 32, weights are packed e2m1
-    ``(E, 2 * inter, hidden / 2)`` (stacked ``[up; gate]``) and
-    ``(E, hidden, inter / 2)``, block scales UE8M0 in the 128x4 layout of each expert.
+    ``(E, 2 * inter, hidden / 2)`` (stacked ``[up; gate]``, with ``Relu2`` ``(E, inter, hidden / 2)``)
+    and ``(E, hidden, inter / 2)``, block scales UE8M0 in the 128x4 layout of each expert.
     ``quant_scales`` are ``[fc1_sf, fc1_global, fc2_sf, fc2_global]`` for W4A8 and
     ``[fc1_sf, fc2_sf]`` for W4A16. NVFP4 weights (W4A16) take all four, with block
     scales of ``float8_e4m3fn``. Expert ids of other ranks and -1 contribute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from flashinfer.autotuner import AutoTuner, autotune
 from flashinfer.fused_moe import sm12x_moe
+from flashinfer.fused_moe.sm12x_moe_checks import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES, tactic
 from flashinfer.tllm_enums import ActivationType
 from flashinfer.utils import BackendSupportedError
@@ -36,6 +38,7 @@ from tests.test_helpers.sm12x_moe import (
 from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
 
 device = pytest.fixture(sm12x_device, name="device")
+SM12X = INSTANCES
 _check = check_case
 
 # take tests/moe/test_cutlass_fused_moe_mxfp4.py: MODES test_modes_and_token_counts CORNERS test_corners
@@ -53,6 +56,8 @@ _check = check_case
 # take tests/moe/test_activations.py: STEP test_an_absent_limit_is_upstreams_seven
 # take tests/moe/test_activations.py: test_each_parameter_counts_and_each_activation_has_its_own_formula
 # take tests/moe/test_activations.py: test_swiglu_bias_is_another_name_of_swiglu
+# take tests/moe/test_activations.py: KINDS test_relu2_against_its_reference
+# take tests/moe/test_activations.py: test_what_is_no_number_passes_relu2
 
 
 # --- sizes of models, for a GPU -------------------------------------------------------
