@@ -114,6 +114,7 @@ CASES = {
     "plain SwiGLU": {"biases": False, "swiglu_parameters": False},
     "a limit alone": {"swiglu_limit_alone": True},
     "SwigluStep": {"swiglu_step": True},
+    "Relu2": {"relu2": True},
     "no global scales": {"global_scales": False},
     "fp16 output and biases": {"output_dtype": torch.float16, "bias_dtype": torch.float16},
     "one expert": {"routing": "one_expert"},

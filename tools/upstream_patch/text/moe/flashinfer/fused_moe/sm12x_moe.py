@@ -1,7 +1,7 @@
 """MoE layers with MXFP4 or NVFP4 weights on SM120 and SM121 (``backend="sm12x"``).
 
-Two GEMM kernels a layer: FC1 with bias and activation in its epilogue, FC2 with bias, routing weights and the sum over a
-token's experts, whose order is fixed. A streamed row of the tables is one launch for both. The kernels route by
+Two GEMM kernels a layer: FC1 with bias and activation in its epilogue, FC2 with bias, routing weights and the sum over
+a token's experts, whose order is fixed. A streamed row of the tables is one launch for both. The kernels route by
 themselves; nothing waits on the host.
 """
 
