@@ -19,6 +19,7 @@ from typing import Any, ParamSpec
 
 import torch
 from perfmodel import dense, gb10, moe, step
+from perfmodel.devices import DEVICES
 from perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
 from perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
 from perfmodel.routing import routed
@@ -64,6 +65,7 @@ STEP_MODES = {1: "mxfp8", 2: "bf16"}
 """MoE modes that take bf16 tokens, as the plugin calls them, and the format to which each rounds the tokens."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
+CARD = DEVICES["RTX PRO 6000"]
 PRICED = (1, 8, 64)
 """Batches of dense layers at which each instance is priced, beside those where the planner's choice changes."""
 
@@ -322,7 +324,7 @@ def cells(line: Times, *more: float) -> list[str]:
 def moe_table(lines: Sequence[tuple[str, moe.Line]]) -> str:
     """A table of MoE layers; each line comes with its model's name."""
     headers = ["model", "mode", "tokens", "tactics", "experts", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
-    headers += ["shared us", "fixed us", "predicted us", "of 233 GB/s", "bound by"]
+    headers += ["shared us", "fixed us", "predicted us", "of 233 GB/s", "bound by", f"{CARD.name} us"]
     body = [
         [
             model,
@@ -332,6 +334,7 @@ def moe_table(lines: Sequence[tuple[str, moe.Line]]) -> str:
             f"{line.experts:.1f}",
             f"{line.megabytes:,.0f}",
             *cells(line, line.overhead),
+            "{:,.0f} - {:,.0f}".format(*step.on_device(line, INSTANCES[line.tactics[0]].operand != "bf16", CARD)),
         ]
         for model, line in lines
     ]
@@ -385,6 +388,11 @@ def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[in
     names = [model for model, count in zip(models, of_each, strict=True) for _ in range(count * len(tokens))]
     table = moe_table(list(zip(names, lines, strict=True)))
     say(table, "weights and scales of the touched experts", "MoE")
+    dram = " to ".join(f"{rate:,.0f}" for rate in CARD.dram)
+    print(
+        f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is sold), with "
+        "a GB10's tactics, launches and L2"
+    )
 
 
 @unless_impossible
