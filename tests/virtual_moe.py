@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bindings import in_order
 
 from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
@@ -27,31 +28,33 @@ def problem_of(inputs: MoEInputs, mode: int) -> MoEProblem:
     return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total, total, inputs.weights)
 
 
-NO_STEP = (None,) * 4  # what a decode step's call has besides: next_weights, router_logits, is_padding, barrier
-
-
-def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
-    """The arguments that ``sm12x_moe_run`` takes before the workspace."""
-    return (
-        output,
-        inputs.input,
-        inputs.input_sf,
-        inputs.token_selected_experts.shape[1],
-        inputs.token_selected_experts,
-        inputs.token_final_scales,
-        inputs.fc1_weights.view(torch.uint8),
-        inputs.fc1_scales.view(torch.uint8),
-        inputs.fc1_global,
-        inputs.fc1_bias,
-        inputs.fc2_weights.view(torch.uint8),
-        inputs.fc2_scales.view(torch.uint8),
-        inputs.fc2_global,
-        inputs.fc2_bias,
-        inputs.swiglu_alpha,
-        inputs.swiglu_beta,
-        inputs.swiglu_limit,
-        inputs.activation_type,
-    )
+def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> dict[str, Any]:
+    """The arguments of ``sm12x_moe_run`` that follow from the inputs."""
+    problem = problem_of(inputs, 0)
+    return {
+        "output": output,
+        "input": inputs.input,
+        "input_sf": inputs.input_sf,
+        "top_k": problem.top_k,
+        "token_selected_experts": inputs.token_selected_experts,
+        "token_final_scales": inputs.token_final_scales,
+        "fc1_w": inputs.fc1_weights.view(torch.uint8),
+        "fc1_sf": inputs.fc1_scales.view(torch.uint8),
+        "fc1_global": inputs.fc1_global,
+        "fc1_bias": inputs.fc1_bias,
+        "fc2_w": inputs.fc2_weights.view(torch.uint8),
+        "fc2_sf": inputs.fc2_scales.view(torch.uint8),
+        "fc2_global": inputs.fc2_global,
+        "fc2_bias": inputs.fc2_bias,
+        "swiglu_alpha": inputs.swiglu_alpha,
+        "swiglu_beta": inputs.swiglu_beta,
+        "swiglu_limit": inputs.swiglu_limit,
+        "activation_type": inputs.activation_type,
+        "swizzled_input_sf": inputs.swizzled_input_sf,
+        "first_expert": problem.first_expert,
+        "num_experts_total": problem.num_experts_total,
+        "enable_pdl": True,
+    }
 
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
@@ -112,17 +115,15 @@ def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
     workspace = device.empty(max(sizes))
 
     def run_all(*_: Any) -> None:
-        for call, problem in zip(calls, problems, strict=True):
-            arguments = arguments_of(call.inputs, call.output)
-            experts = (problem.first_expert, problem.num_experts_total)
-            tactics = (call.tactic, call.tactic)
-            swizzled = call.inputs.swizzled_input_sf
-            module.sm12x_moe_run(*arguments, workspace, call.mode, swizzled, *experts, *tactics, *NO_STEP, True)
+        for call in calls:
+            arguments = arguments_of(call.inputs, call.output) | {"workspace": workspace, "mode": call.mode}
+            arguments |= {"tactic_fc1": call.tactic, "tactic_fc2": call.tactic}
+            module.sm12x_moe_run(*in_order("sm12x_moe_run", **arguments))
 
     outputs = [call.output for call in calls]
     tensors = {workspace.data_ptr(): workspace} | {output.data_ptr(): output for output in outputs}
     for call in calls:  # a tensor that lies in another one's memory is known already
-        for tensor in arguments_of(call.inputs, call.output):
+        for tensor in arguments_of(call.inputs, call.output).values():
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 tensors.setdefault(tensor.data_ptr(), tensor)
     device.call(run_all, *tensors.values(), writes=(workspace, *outputs))

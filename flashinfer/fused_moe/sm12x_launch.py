@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch of the MoE layer's kernels: their module, a workspace's size, the planner's tactics."""
+"""One launch of the MoE layer's kernels: their module, a workspace's size, the planner's tactics.
+
+Arguments cross to C++ by their places, in the order of ``moe_run``'s parameters: named, in a tuple or a map, they would
+take 2 or 8 us longer.  ``tests/sm12x/test_bindings.py`` compares the names.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,10 @@ def prepare(hidden: int, inter: int, device: torch.device | None = None, weights
 
 
 def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
-    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
+    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them.
+
+    The module is asked, which calls build anyway: its launcher lays the parts out, and nothing else knows them.
+    """
     sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
     return workspace_size(
         backend, moe_module(backend, problem.weights), "sm12x_moe_workspace_size", *sizes, int(problem.mode), in_bf16

@@ -77,6 +77,8 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
             "share): pass tactics of a pair of GEMMs, or None"
         )
+    # Not chosen by the module itself: a pair takes experts, not logits, and may be a module of its own, which a stream with
+    # all SMs would build for nothing.
     pair = default_tactics(problem, device_class, False)
     launch(backend, problem, routed(call), workspace, pair)
 

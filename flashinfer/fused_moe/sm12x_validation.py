@@ -493,7 +493,6 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
         shape = tokens, top_k
         require_tensor("token_final_scales", call.token_final_scales, [shape], FLOAT32, device, alignment=ELEMENT)
     require_switches(call)
-    written = [each for each in (call.output, call.workspace_buffer, call.barrier) if each is not None]
     if call.output is not None:
         require_tensor("output", call.output, [(tokens, hidden)], (call.output_dtype,), device)
     if call.workspace_buffer is not None:
@@ -504,11 +503,13 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
         require_read_ahead(call.next_weights, device)
     if call.barrier is not None:
         require_tensor("barrier", call.barrier, [(2,)], [torch.int32], device, alignment=ELEMENT)
+    targets = call.output, call.workspace_buffer, call.barrier
+    written = sum(each is not None for each in targets)
     if written:
         routing = call.token_selected_experts, call.token_final_scales, call.router_logits, call.is_padding
-        read = [each for each in (call.input, call.input_sf, *routing, call.next_weights) if each is not None]
-        spans = [(start := each.data_ptr(), start + each.nbytes) for each in (*written, *read)]
-        if not are_apart(spans, len(written), layer.bounds):
+        given = *targets, call.input, call.input_sf, *routing, call.next_weights
+        spans = [(start := each.data_ptr(), start + each.nbytes) for each in given if each is not None]
+        if not are_apart(spans, written, layer.bounds):
             require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
     routed = experts if call.enable_alltoall else total
     return MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)

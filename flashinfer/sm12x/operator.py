@@ -74,7 +74,9 @@ def is_traced(call: Sequence[Any]) -> bool:
 
 
 def _has_subclass(values: Sequence[Any]) -> bool:
-    for value in [each for each in values if type(each) not in _ORDINARY]:
+    for value in values:
+        if type(value) in _ORDINARY:
+            continue
         if isinstance(value, (list, tuple)):
             if _has_subclass(value):
                 return True

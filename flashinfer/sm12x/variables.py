@@ -337,9 +337,10 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
         VariableError: it has none; the message says what it may be.
     """
     variable = TABLE[name]
-    text = os.fsdecode(_getenv(name.encode()) or b"") if environ is None else environ.get(name, "")
-    if not text:
+    found = _getenv(name.encode()) if environ is None else environ.get(name)
+    if not found:
         return variable.unset
+    text = os.fsdecode(found)
     try:
         return variable.parse(text)
     except VariableError:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from bindings import named
 from flashinfer.autotuner import AutoTuner, autotuner
 from recording_backend import RecordingBackend
 
@@ -15,11 +16,6 @@ from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)
 WORKSPACE = 4096
-ARGUMENTS = (
-    "output", "input", "input_sf", "top_k", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
-    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "activation_type", "workspace", "mode", "swizzled_input_sf", "first_expert",
-    "num_experts_total", "tactic_fc1", "tactic_fc2", "next_weights", "router_logits", "is_padding", "barrier", "enable_pdl",
-)  # fmt: skip
 
 
 class RecordingModule:
@@ -37,7 +33,7 @@ class RecordingModule:
         return WORKSPACE
 
     def sm12x_moe_run(self, *arguments: Any) -> bool:
-        launch = dict(zip(ARGUMENTS, arguments, strict=True))
+        launch = named("sm12x_moe_run", arguments)
         if self.few_sms and INSTANCES[launch["tactic_fc1"]].streamed:
             return False
         self.launches.append(launch)

@@ -81,7 +81,7 @@ def test_an_activation_is_compared_with_the_kernels(module: RecordingModule) -> 
 def test_absent_routing_weights_reach_the_kernels_as_such(module: RecordingModule) -> None:
     # Not as a tensor of ones: filled at first use, it would be filled by a graph that is being captured, at its replay.
     flashinfer.cutlass_fused_moe(**{**layer_arguments(1), "token_final_scales": None})
-    assert module.launches[0]["final_scales"] is None
+    assert module.launches[0]["token_final_scales"] is None
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

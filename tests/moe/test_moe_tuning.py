@@ -95,8 +95,11 @@ def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
     for launch in module.launches:
         tokens = launch["input"].shape[0]
         assert launch["output"].shape == (tokens, 160)
-        assert launch["ids"].shape == launch["final_scales"].shape == (tokens, 3)
-        assert (launch["ids"].dtype, launch["final_scales"].dtype) == (torch.int32, torch.float32)
+        assert launch["token_selected_experts"].shape == launch["token_final_scales"].shape == (tokens, 3)
+        assert (launch["token_selected_experts"].dtype, launch["token_final_scales"].dtype) == (
+            torch.int32,
+            torch.float32,
+        )
     assert tactics() == wanted
     timed = len(profiler.asked)
     with autotune(True):

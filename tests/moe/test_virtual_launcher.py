@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from bindings import in_order
 from virtual_devices import virtual_fixture
 from virtual_group_gemm import launch_group_gemm
-from virtual_moe import NO_STEP, arguments_of, register_instance, run_moe
+from virtual_moe import arguments_of, problem_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -35,6 +36,7 @@ from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
     MoECase,
+    MoEInputs,
     check_within_bound,
     dense_reference,
     group_gemm_reference,
@@ -273,17 +275,19 @@ ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),
 
 
 def run_far_layer(
-    device: VirtualDevice, changes: Changes, arguments: tuple[Any, ...], experts: int, mode: int = 0
+    device: VirtualDevice, changes: Changes, inputs: MoEInputs, changed: dict[str, Any], mode: int = 0
 ) -> None:
-    """A layer by a pair of GEMMs, in a workspace that takes memory only where something is written."""
+    """A layer by a pair of GEMMs, some of its arguments ``changed``, in a workspace that takes memory only where something
+    is written."""
     module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
     pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
     register_instance(device, module, pair)
-    tokens, top_k = arguments[4].shape
-    sizes = tokens, arguments[0].shape[1], arguments[10].shape[2] * 2, experts, top_k, mode, False
-    workspace = sparse(module.sm12x_moe_workspace_size(*sizes))
-    more = workspace, mode, True, 0, experts, pair, pair, *NO_STEP, True
-    device.call(module.sm12x_moe_run, *arguments, *more, writes=(arguments[0], workspace))
+    near, tokens = problem_of(inputs, mode), changed["output"].shape[0]
+    sizes = tokens, near.hidden, near.inter, near.num_local_experts, near.top_k
+    workspace = sparse(module.sm12x_moe_workspace_size(*sizes, mode, False))
+    arguments = arguments_of(inputs, changed["output"]) | changed | {"swizzled_input_sf": True}
+    arguments |= {"workspace": workspace, "mode": mode, "tactic_fc1": pair, "tactic_fc2": pair}
+    device.call(module.sm12x_moe_run, *in_order("sm12x_moe_run", **arguments), writes=(changed["output"], workspace))
 
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
@@ -306,10 +310,11 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> N
     weights = behind_others(near.token_final_scales)
     output = sparse(far + tokens, hidden, dtype=torch.bfloat16)
     output[far:] = torch.nan
-    arguments = output, x, x_scale, ids.shape[1], ids, weights, *arguments_of(near, output)[6:]
+    changed = {"output": output, "input": x, "input_sf": x_scale}
+    changed |= {"token_selected_experts": ids, "token_final_scales": weights}
     loop = "  while (token < p.num_tokens) {"
     pack_far = (f"{KERNELS}/rows/pack.cuh", loop, f"  token += {far};\n{loop}")
-    run_far_layer(device, (*FEW_PREPARED, *([pack_far] if mode == 2 else [])), arguments, 3, mode)
+    run_far_layer(device, (*FEW_PREPARED, *([pack_far] if mode == 2 else [])), near, changed, mode)
     check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
 
 
@@ -322,8 +327,8 @@ def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) ->
     ids = torch.zeros((tokens, 1), dtype=torch.int32)
     ids[-tail:] = -1
     x, x_scale = sparse(tokens, hidden).view(torch.float8_e4m3fn), sparse(tokens + -tokens % 128, hidden // 32)
-    arguments = output, x, x_scale, ids.shape[1], ids, None, *arguments_of(layer, output)[6:]
-    run_far_layer(device, ONLY_PROLOGUE, arguments, 2)
+    changed = {"output": output, "input": x, "input_sf": x_scale}
+    run_far_layer(device, ONLY_PROLOGUE, layer, changed | {"token_selected_experts": ids, "token_final_scales": None})
     assert not output[-tail:].any()
     assert output[-tail - 1].isnan().all()
 
@@ -437,8 +442,8 @@ def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_m
         output = torch.full((case.num_tokens, hidden), float("nan"), dtype=torch.bfloat16)
         size = module.sm12x_moe_workspace_size(2, hidden, inter, 2, 1, int(Mode.W4A16), False)
         workspace = torch.zeros(size, dtype=torch.uint8)
-        arguments = (*arguments_of(inputs, output), workspace, int(Mode.W4A16), False, 0, 2, tactic, tactic)
-        arguments = (*arguments, *NO_STEP, True)
+        named = arguments_of(inputs, output) | {"workspace": workspace, "mode": int(Mode.W4A16)}
+        arguments = in_order("sm12x_moe_run", **named, tactic_fc1=tactic, tactic_fc2=tactic)
         try:
             start.wait()
             for _ in range(12):  # without one grant for all, about one launch in five is refused
