@@ -219,6 +219,13 @@ def adapters_change_experts() -> bool:
     return targets is None or any(name.rpartition(".")[2] not in ATTENTION for name in targets)
 
 
+def with_adapters_that_matter(moe: Any) -> Any:
+    """A layer's configuration, without LoRA where no adapter may change experts: vLLM's says only that there is LoRA."""
+    if moe.is_lora_enabled and not adapters_change_experts():
+        return dataclasses.replace(moe, is_lora_enabled=False)
+    return moe
+
+
 def reason_of_the_server(moe: Any, chosen: Settings, backends: tuple[str, ...]) -> str:
     """Why any MoE layer is left to vLLM by what a user asked for, or an empty text; ``backends`` mean this fork."""
     if chosen.moe == "vllm":
@@ -238,6 +245,8 @@ def reason_of_the_layer(
     moe: Any, experts: type[SM12xExperts], weight_key: Any, activation_key: Any, weights: str = "mxfp4"
 ) -> str:
     """Why ``experts`` do not take this layer, or their kernels cannot be had, or an empty text."""
+    if moe.is_lora_enabled:
+        return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
     formats = mk.FusedMoEActivationFormat
     batched = moe.moe_parallel_config.use_batched_activation_format
     form = formats.BatchedExperts if batched else formats.Standard
@@ -252,8 +261,6 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
     """Why this layer of MXFP4 experts is left to vLLM and not to ``experts``, or an empty text."""
     if reason := reason_of_the_server(moe, chosen, OUR_BACKENDS):
         return reason
-    if moe.is_lora_enabled and not issubclass(experts, SM12xMxfp4Experts):
-        return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
     key = ACTIVATION_KEYS[chosen.choice("moe").activations]
     if issubclass(experts, SM12xMxfp4Experts) and chosen.moe == "auto":
         key = kMxfp8Dynamic  # as which vLLM's method prepares the weights
@@ -262,8 +269,7 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
 
 def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
     """The MoE method of a layer: this fork's, or vLLM's own with the reason said once."""
-    if moe.is_lora_enabled and not adapters_change_experts():
-        moe = dataclasses.replace(moe, is_lora_enabled=False)
+    moe = with_adapters_that_matter(moe)
     reason = reason_against(moe, chosen)
     if reason:
         logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
@@ -365,7 +371,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
         note_built()
         reason = f"the checkpoint asks for activations of {activation_key}"
         if activation_key is None:
-            reason = reason_against(moe, settings.current(), SM12xMxfp4Experts)
+            reason = reason_against(with_adapters_that_matter(moe), settings.current(), SM12xMxfp4Experts)
         if not reason:
             auto = activations_of(moe, settings.current()) == "auto"
             mode = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"

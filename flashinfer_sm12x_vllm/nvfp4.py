@@ -67,8 +67,6 @@ def reason_against(config: Any, activation_key: Any) -> str:
         return reason
     if config.in_dtype is not torch.bfloat16:
         return f"activations of {config.in_dtype}"
-    if config.is_lora_enabled:
-        return "LoRA adapters may change them"
     rows = 2 * config.intermediate_size_per_partition
     if config.is_act_and_mul and rows % ROWS_OF_SCALES:
         return (
@@ -82,7 +80,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     serves the layer."""
 
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
-        reason = reason_against(config, activation_key)
+        reason = reason_against(moe.with_adapters_that_matter(config), activation_key)
         if reason == moe.CHOSEN:
             moe.note_built()  # the choice applies here
         if reason:

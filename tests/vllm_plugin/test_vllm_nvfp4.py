@@ -193,10 +193,20 @@ def test_experts_without_gate_rows_are_the_forks_too(checkpoint_folder, log, mon
         (("--moe-backend", "marlin"), {}, {}, "--moe-backend marlin"),
         (("--moe-backend", "flashinfer_cutlass"), {}, {}, "--moe-backend flashinfer_cutlass"),
         ((), {"moe": "vllm"}, {}, "chosen"),
+        (("--enable-lora",), {}, {}, "LoRA adapters may change them; with --lora-target-modules q_proj k_proj"),
+        (("--enable-lora", "--lora-target-modules", "o_proj", "up_proj"), {}, {}, "LoRA adapters may change them"),
         ((), {}, {"inter": 96}, "an intermediate size of 96, which vLLM's preparation takes as multiples of 64"),
         ((), {}, NO_GATE | {"activation": "silu_no_mul"}, "kernel does not support"),
     ],
-    ids=["another backend", "upstream's W4A4", "chosen", "an odd size", "no gate, SiLU"],
+    ids=[
+        "another backend",
+        "upstream's W4A4",
+        "chosen",
+        "adapters",
+        "adapters of experts",
+        "an odd size",
+        "no gate, SiLU",
+    ],
 )
 def test_what_is_left_to_vllm_is_said(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
     from flashinfer_sm12x_vllm import nvfp4
@@ -217,3 +227,14 @@ def test_what_is_left_to_vllm_is_said(checkpoint_folder, log, monkeypatch, words
         built("modelopt W4A4", **options)
     assert selected == [nvfp4.kNvfp4Dynamic]
     assert any(f"the NVFP4 experts are left to vLLM: {reason}" in message for message in log), log
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_adapters_of_attention_leave_the_experts_to_the_fork(checkpoint_folder, log, monkeypatch, door):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    config = serve(checkpoint_folder, {}, "--enable-lora", "--lora-target-modules", "q_proj", "o_proj")
+    with served.parallel_groups(config):
+        layer = built(door)
+        load(layer, config, door, experts_of(19))
+        assert type(method_of(layer).moe_kernel.fused_experts).__name__ == "SM12xNvfp4Experts"
+    assert any("the NVFP4 experts are this fork's, W4A16" in message for message in log)

@@ -153,3 +153,22 @@ def test_another_backend_by_name_and_another_choice_win(checkpoint_folder, log, 
     with served.parallel_groups(config):
         assert method_of(built("DeepSeek-V4")).experts_cls.__name__ == "MarlinExperts"
     assert f"flashinfer-sm12x: the experts are left to vLLM: {reason}" in log
+
+
+@pytest.mark.parametrize("door", ["DeepSeek-V4", "Quark"])
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        (("q_proj", "o_proj"), ""),
+        (
+            ("q_proj", "experts"),
+            "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj",
+        ),
+    ],
+)
+def test_adapters_of_attention_leave_the_experts_to_the_fork(checkpoint_folder, log, door, targets, reason):
+    config = serve(checkpoint_folder, {}, "--enable-lora", "--lora-target-modules", *targets)
+    with served.parallel_groups(config):
+        chosen = method_of(built(door)).experts_cls.__name__
+    assert chosen.startswith("SM12xMxfp4") is not bool(reason)
+    assert any(f"the experts are left to vLLM: {reason}" in message for message in log) is bool(reason)
