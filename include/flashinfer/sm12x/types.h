@@ -118,7 +118,7 @@ enum class MoeMode : int { kMxfp8Input = 0, kHalfInput = 1, kW4A16 = 2 };
 
 // The use of a tile GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {
-  kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, SwiGLU, requantization
+  kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, activation, requantization
   kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum
   kStore = 2,  // token rows in group order; plain store
 };
@@ -229,8 +229,8 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(Element elem
   return static_cast<int64_t>(round_up(rows, kScaleChunkRows)) * scale_words(element, k) * kScaleChunkBlocks;
 }
 
-// Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from the up rows and one from the
-// gate rows, so that a thread ends up with both operands of SwiGLU.
+// Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from its up rows and one from its
+// gate rows, if it has these, so that a thread ends up with both operands of SwiGLU.
 constexpr int kRowTile = 128;
 constexpr int kRowHalf = kRowTile / 2;
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
-// block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
+// The layer as one stream of weights, for few tokens: routing, FC1, activation, FC2 and the top-k sum in one launch of
+// one block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
 // (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
 // values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
 // memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts,
-// up and gate, if it has gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
+// up and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
 // waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
@@ -39,7 +39,7 @@
 //       from global memory into registers,     of each slab: read its biases; add the partial sums of the
 //       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last slab's
 //     wait for full[stage]                         fill the stage -> full[stage];
-//     multiply; leave partial sums over          global scale, bias, SwiGLU or routing weight; store
+//     multiply; leave partial sums over          global scale, bias, activation or routing weight; store
 //       the weights just read (gemm.cuh)
 //     arrive at done[stage], warps without
 //       work for this K too
