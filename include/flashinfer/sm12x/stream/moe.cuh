@@ -6,8 +6,8 @@
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
 // values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
 // memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts,
-// up and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
-// waits until all blocks are through with FC1; its weights do not.
+// up and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's
+// arithmetic waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
