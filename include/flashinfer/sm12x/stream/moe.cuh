@@ -24,8 +24,8 @@
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
 //
-//   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write each
-//   pair's expert into the ring, whose memory routing uses until the first stage is filled.
+//   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write
+//   each pair's expert into the ring, whose memory routing uses until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps

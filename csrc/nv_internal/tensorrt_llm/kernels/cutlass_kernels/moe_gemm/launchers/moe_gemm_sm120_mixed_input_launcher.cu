@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A layer is three launches, prologue, FC1 and FC2, or four, tokens being packed behind the prologue. Or it is streamed,
-// in two, of which the first packs W4A8's tokens and zeroes the counters of the second's grid barriers; in one, of W4A16
-// with counters that a caller keeps. Everything their parameters need is computed here from sizes alone.
+// A layer is three launches, prologue, FC1 and FC2, or four, tokens being packed behind the prologue. A streamed layer
+// is two, of which the first packs W4A8's tokens and zeroes the counters of the second's grid barriers; of W4A16 with
+// counters that a caller keeps it is one. Everything their parameters need is computed here from sizes alone.
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
