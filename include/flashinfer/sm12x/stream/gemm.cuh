@@ -292,7 +292,7 @@ class SlabMultiplier {
   }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
-  // Leaves partial sums there. `high_row_offset`: StreamedGemm's, which a launch of one GEMM need not hold in registers.
+  // Leaves partial sums there. `high_row_offset`: StreamedGemm's; launches of one GEMM need not keep it in a register.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t high_row_offset) const {
     if (kSteps == 1 || count > kNarrowTokens) {
       multiply_slab<kSteps>(stage, row, high_row_offset);
