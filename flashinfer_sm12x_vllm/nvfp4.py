@@ -3,7 +3,8 @@
 
 vLLM's methods load and prepare the weights, those of modelopt's and of compressed-tensors' checkpoints, as for
 FlashInfer's CUTLASS backend: up over gate, scales in 128x4 layout, nothing padded but scales; without gate rows the
-intermediate size is padded to 128. The scales of a checkpoint's own activations (W4A4) are not used: the fork rounds no activation, and takes batches of every size.
+intermediate size is padded to 128. The scales of a checkpoint's own activations (W4A4) are not used: the fork rounds no
+activation. It takes batches of every size: another backend for long ones would need the weights twice.
 """
 
 from __future__ import annotations
