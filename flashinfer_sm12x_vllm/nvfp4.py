@@ -4,7 +4,8 @@
 vLLM's methods load and prepare the weights, those of modelopt's and of compressed-tensors' checkpoints, as for
 FlashInfer's CUTLASS backend: up over gate, scales in 128x4 layout, nothing padded but scales; without gate rows the
 intermediate size is padded to 128. The scales of a checkpoint's own activations (W4A4) are not used: the fork rounds no
-activation. It takes batches of every size: another backend for long ones would need the weights twice.
+activation. It takes batches of every size: for long ones Marlin would need the weights once more, in its own order, and
+upstream's CUTLASS kernels would round activations to NVFP4.
 """
 
 from __future__ import annotations
