@@ -100,8 +100,12 @@ def covers(entry: str, node: str) -> bool:
     return entry in (node, node.partition("[")[0], node.partition("::")[0])
 
 
-EVERY_DAY = ("tests/layer/test_bases.py::test_the_tests_of_this_folder_over_another_base",)
-"""Slow tests that run every day: another FlashInfer may break them without a change of ours."""
+EVERY_DAY = (
+    "tests/layer/test_bases.py::test_the_tests_of_this_folder_over_another_base",
+    "tests/upstream_patch/test_exported.py::test_a_call_of_the_moe_backend_reaches_its_checks",
+)
+"""Slow tests that run every day: another FlashInfer may break the one without a change of ours, and most changes of an
+operator the other, which exports the branches."""
 
 
 def left_for_another_day(node: str, share: str) -> bool:

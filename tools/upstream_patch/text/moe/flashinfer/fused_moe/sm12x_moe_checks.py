@@ -6,7 +6,6 @@ may be.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import functools
 import operator

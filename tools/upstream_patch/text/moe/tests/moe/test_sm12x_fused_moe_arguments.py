@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashinfer.fused_moe import sm12x_moe
+from flashinfer.tllm_enums import ActivationType
 from tests.test_helpers.mx_formats import sm12x_device
 from tests.test_helpers.sm12x_fused_moe import (
     cutlass_fused_moe,
