@@ -36,6 +36,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 PYTEST_ARGS ?=
 DAYS ?= 1
+ROTATE = $(if $(filter-out 1,$(DAYS)),--rotate $(DAYS))
 # Test processes beside each other. Compilers run under them, so not more than cores.
 TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 BENCH_ARGS ?=
@@ -72,10 +73,10 @@ emulator: compiler
 test: CHOICE = -m "not slow"
 test-slow: CHOICE = -m slow
 test test-slow test-all: compiler env emulator
-	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) $(if $(filter-out 1,$(DAYS)),--rotate $(DAYS)) $(CHOICE) $(PYTEST_ARGS)
+	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) $(ROTATE) $(CHOICE) $(PYTEST_ARGS)
 
 test-host: env
-	@$(PY) tools/run_tests.py --among $(addprefix tests/,layer install doctor project jit) --jobs $(TEST_JOBS) $(PYTEST_ARGS)
+	@$(PY) tools/run_tests.py --among $(addprefix tests/,layer install doctor project jit) --jobs $(TEST_JOBS) $(ROTATE) $(PYTEST_ARGS)
 
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)
