@@ -15,6 +15,8 @@ import pytest
 from documents import tracked
 from layer_toys import REPO
 
+from flashinfer.fused_moe.sm12x_validation import Mode
+
 CXX = ("include", "csrc")
 PYTHON = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm", "benchmarks")
 FAMILIES = {
@@ -289,6 +291,14 @@ def test_the_sources_that_python_renders_know_the_k_block_and_the_places_of_e5m2
     ):
         (number,) = re.findall(pattern, (REPO / template).read_text(encoding="utf-8"))
         assert int(number) == cxx.numbers[name], template
+
+
+def test_the_moe_modes_have_one_name_and_number_in_both_languages(cxx) -> None:
+    """:attr:`Mode.AUTO` is resolved before a launch."""
+    of_cxx = {
+        plain(name.removeprefix("MoeMode__k")): number for name, number in cxx.numbers.items() if "MoeMode__" in name
+    }
+    assert of_cxx == {plain(mode.name): mode.value for mode in Mode if mode is not Mode.AUTO}
 
 
 # --- The glossary -----------------------------------------------------------------------------------------------------
