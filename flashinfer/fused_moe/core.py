@@ -197,17 +197,19 @@ def cutlass_fused_moe(
         float32 ``[M, top_k]`` routing weights; ``None`` stands for ones.
     fc1_expert_weights, fc2_expert_weights : torch.Tensor
         Packed e2m1, two per byte, the even element in the low nibble: uint8 ``[E, 2 I, H / 2]`` and ``[E, H, I / 2]``,
-        or int64 views of them.  FC1's rows are stacked ``[up; gate]``; with ``Relu2`` they are ``[E, I, H / 2]``, up alone.
+        or int64 views of them.  FC1's rows are stacked ``[up; gate]``; with ``Relu2``, ``[E, I, H / 2]``, up alone.
     output_dtype : torch.dtype
         bfloat16 or float16.
     quant_scales : list of torch.Tensor
         W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
         scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.
-        W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign bits
-        are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is NaN.  An expert that has weights beyond float32 (4 with
-        a scale byte of 253 or more) makes what they reach infinite, NaN or anything, by the backend, and nothing else.
+        W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign
+        bits are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is
+        NaN.  An expert that has weights beyond float32 (4 with a scale byte of 253 or more) makes what they reach
+        infinite, NaN or anything, by the backend, and nothing else.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
-        bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and ``[E, H]`` (before the routing weight).
+        bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and
+        ``[E, H]`` (before the routing weight).
     input_sf : torch.Tensor, optional
         uint8 scales of an e4m3 input, 128x4, or linear ``[M, H / 32]`` with ``swizzled_input_sf=False``.
     swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
