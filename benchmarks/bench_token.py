@@ -128,8 +128,9 @@ def steps_of(
             "dense_tokens": dense_tokens,
             "fused_router": router == "fork",
         }
-        for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
-            yield Step(sequences, context, kv=kv, **common, fused_attention=attention == "fork")
+        for kv, (sequences, context), new in itertools.product(arguments.kv, arguments.decode, arguments.windows):
+            window = {"new": new, "verified": new > 1}
+            yield Step(sequences, context, kv=kv, **window, **common, fused_attention=attention == "fork")
         for tokens in arguments.prefill if attention == attentions[0] else ():
             yield Step(1, tokens, tokens, arguments.kv[0], **common)
 
@@ -326,6 +327,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 ones)",
     )
     parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
+    parser.add_argument(
+        "--windows",
+        type=numbers,
+        default=[1],
+        help="tokens of each sequence that a decode step computes; more than one verify a draft",
+    )
     parser.add_argument("--kv", type=names, default=["bf16"], help="bf16, fp8")
     parser.add_argument("--prefill", type=numbers, default=[], help="prompts of so many tokens, too")
     parser.add_argument(
@@ -341,7 +348,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="of the fork's stack: fork (its decode_attention), separate (rope, KV write, --attention)",
     )
     parser.add_argument("--attention", choices=ATTENTION, default="xqa")
-    parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
+    parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton", help="of windows, too")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
     parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")

@@ -48,16 +48,21 @@ class Peer(Protocol):
 
 class Matrix(NamedTuple):
     """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, or ``K / 16`` of
-    NVFP4, bias ``[E, N]``."""
+    NVFP4, bias ``[E, N]`` or None."""
 
     packed: torch.Tensor
     scales: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
 
     def rows(self, arrange: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Matrix:
         """``arrange(gate, up)`` of FC1's rows, which are ``[up; gate]``."""
-        halves = (part.chunk(2, dim=1) for part in self)
-        return Matrix(*(arrange(gate, up) for up, gate in halves))
+
+        def arranged(part: torch.Tensor) -> torch.Tensor:
+            up, gate = part.chunk(2, dim=1)
+            return arrange(gate, up)
+
+        packed, scales, bias = self
+        return Matrix(arranged(packed), arranged(scales), None if bias is None else arranged(bias))
 
 
 def gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -69,21 +74,14 @@ def require_mxfp4(weights: MoEInputs) -> None:
     """Raise ``RuntimeError`` for a peer that is given other experts than it takes here."""
     if weights.weights != "mxfp4":
         raise RuntimeError(f"experts in {weights.weights}, and this peer is called with MXFP4's here")
-
-
-def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
-    """FC1's and FC2's.
-
-    Raises
-    ------
-    RuntimeError
-        The experts have no gate rows.
-    """
     if weights.relu2:
         raise RuntimeError("experts without gate rows, and this peer is called with gpt-oss's activation here")
 
+
+def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
+    """FC1's and FC2's."""
+
     def matrix(packed: torch.Tensor, swizzled: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-        assert bias is not None
         rows, half = packed.shape[1:]
         return Matrix(packed, unswizzle_scales(swizzled, rows, 2 * half // WEIGHTS[weights.weights][1]), bias)
 

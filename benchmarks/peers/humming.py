@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HUMMING (package humming-kernels 0.1.19): GEMMs with MXFP4 or MXFP8 weights, called as vLLM 0.33 calls them.
+"""HUMMING (package humming-kernels 0.1.19): GEMMs with MXFP4, NVFP4 or MXFP8 weights, called as vLLM 0.33 calls them.
 
 Facts of its interface: weights are int32 words of the checkpoint's bytes, ``[N, K bits / 32]`` or of experts ``[E, ...]``,
-scales E8M0 ``[N, K / 32]``; ``prepare_and_transform_humming_tensors`` pads (vLLM: N to 256, K to 128) and rearranges
+scales E8M0 ``[N, K / 32]``, or E4M3 ``[N, K / 16]`` beside a float32 per expert; ``prepare_and_transform_humming_tensors`` pads (vLLM: N to 256, K to 128) and rearranges
 them; inputs and outputs keep their sizes.  A schedule is chosen by the number of rows among intervals ``(low, high]``,
 and the kernels of all schedules that it is given are compiled at their first use.  An indexed GEMM takes (token, slot)
 pairs grouped by expert in blocks of its schedule's rows, as vLLM's ``moe_align_block_size`` makes them.
@@ -26,17 +26,20 @@ from humming.tune import get_heuristics_config
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
+from flashinfer.testing.moe_reference import WEIGHTS
 from flashinfer.testing.mxfp_formats import BLOCK
 
-from . import gate_first, matrices, require_mxfp4
+from . import gate_first, matrices
 from .marlin import routing_buffers
 
+NVFP4_BLOCK = WEIGHTS["nvfp4"][1]
 N_MULTIPLE, K_MULTIPLE = 256, 128  # vLLM's padding
 LOCKS_PER_SM = 8
-# C++ of the gate ``a`` and the linear half ``b``, float both.
+# C++ of the gate ``a`` and the linear half ``b``, or of one value ``a``; all float.
 SWIGLU = (
     f"fminf(a, {LIMIT}f) / (1.f + expf(-{ALPHA}f * fminf(a, {LIMIT}f))) * (fminf(fmaxf(b, -{LIMIT}f), {LIMIT}f) + 1.f)"
 )
+RELU2 = "fmaxf(a, 0.f) * fmaxf(a, 0.f)"
 
 
 def input_format(activation: str, major: int) -> dict[str, Any]:
@@ -60,47 +63,60 @@ class Gemm:
     values : torch.Tensor
         Packed e2m1 bytes ``[N, K / 2]`` or e4m3 ``[N, K]``; of experts ``[E, ...]``.
     scales : torch.Tensor
-        UE8M0 bytes ``[N, K / 32]``, linear; of experts ``[E, ...]``.
-    bias : torch.Tensor
+        UE8M0 bytes ``[N, K / 32]``, linear, or with ``factors`` E4M3 bytes ``[N, K / 16]``; of experts ``[E, ...]``.
+    bias : torch.Tensor, optional
         bf16 ``[N]``; of experts ``[E, N]``.
     activation : str
         ``"bf16"`` or ``"fp8"`` (quantized in each call).
     sizes : iterable of int, optional
         The numbers of rows of later calls: only the kernels of their schedules and of one row are compiled. ``None``:
         all are compiled.
+    factors : torch.Tensor, optional
+        NVFP4's global scales, float32 ``[E]``.
     """
 
     def __init__(
         self,
         values: torch.Tensor,
         scales: torch.Tensor,
-        bias: torch.Tensor,
+        bias: torch.Tensor | None,
         activation: str = "bf16",
         sizes: Iterable[int] | None = None,
+        factors: torch.Tensor | None = None,
     ) -> None:
-        mxfp4 = values.dtype is torch.uint8
-        n, k = values.shape[-2], values.shape[-1] * (2 if mxfp4 else 1)
+        fp4 = values.dtype is torch.uint8
+        n, k = values.shape[-2], values.shape[-1] * (2 if fp4 else 1)
         device = values.device
         properties = torch.cuda.get_device_properties(device)
         kind = "indexed" if values.ndim == 3 else "dense"
         # Clones: with fp8 tokens the preparation changes weights in place.
         tensors = {
             "weight": values.view(torch.uint8).clone().view(torch.int32),
-            "weight_scale": scales.view(torch.uint8).clone().view(torch.float8_e8m0fnu),
-            "bias": bias,
+            "weight_scale": scales.view(torch.uint8)
+            .clone()
+            .view(torch.float8_e8m0fnu if factors is None else torch.float8_e4m3fn),
         }
+        of_scales: dict[str, Any] = {"bs_dtype": "float8e8m0", "weight_scale_group_size": BLOCK}
+        if factors is not None:
+            tensors["weight_scale_2"] = factors.clone()
+            of_scales = {
+                "bs_dtype": "float8e4m3",
+                "weight_scale_group_size": NVFP4_BLOCK,
+                "weight_scale_type": "group",
+                "weight_scale_2_type": "tensor",
+            }
+        if bias is not None:
+            tensors["bias"] = bias
         self.config, self.tensors = prepare_and_transform_humming_tensors(
             tensors=tensors,
             shape_n=n,
             shape_k=k,
-            weight_schema=HummingWeightSchema(
-                b_dtype="float4e2m1" if mxfp4 else "float8e4m3", bs_dtype="float8e8m0", weight_scale_group_size=BLOCK
-            ),
+            weight_schema=HummingWeightSchema(b_dtype="float4e2m1" if fp4 else "float8e4m3", **of_scales),
             input_schema=HummingInputSchema(**input_format(activation, properties.major)),
             num_experts=values.shape[0] if values.ndim == 3 else None,
             pad_n_to_multiple=N_MULTIPLE,
             pad_k_to_multiple=K_MULTIPLE,
-            has_bias=True,
+            has_bias=bias is not None,
             torch_dtype=torch.bfloat16,
             device=device,
         )
@@ -141,7 +157,6 @@ class Humming:
         self.operators: Any = torch.ops._moe_C
 
     def prepare(self, weights: MoEInputs) -> _Layer:
-        require_mxfp4(weights)
         return _Layer(self.operators, self._sum, weights)
 
 
@@ -151,19 +166,32 @@ class _Layer:
         self.experts, _, half = weights.fc2_weights.shape
         self.inter = 2 * half
         fc1, fc2 = matrices(weights)
-        self.fc1, self.fc2 = Gemm(*fc1.rows(gate_first)), Gemm(*fc2)
+        self.matrices = (fc1 if weights.relu2 else fc1.rows(gate_first)), fc2
+        nvfp4 = weights.weights == "nvfp4"
+        self.factors = (weights.fc1_global, weights.fc2_global) if nvfp4 else (None, None)
+        self.parts = 1 if weights.relu2 else 2
+        self.activation = (
+            {"activation_type": "unary", "activation_impl": RELU2}
+            if weights.relu2
+            else {"activation_type": "binary_split", "activation_impl": SWIGLU}
+        )
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         inputs = batch.inputs
         ids, final_scales = inputs.token_selected_experts, inputs.token_final_scales
         tokens, top_k = ids.shape
         rows, device = tokens * top_k, inputs.input.device
-        blocks = [gemm.block(rows) for gemm in (self.fc1, self.fc2)]
+        # For this batch: the kernels of all schedules take minutes to compile.
+        fc1, fc2 = (
+            Gemm(*matrix, sizes=(rows,), factors=factor)
+            for matrix, factor in zip(self.matrices, self.factors, strict=True)
+        )
+        blocks = [gemm.block(rows) for gemm in (fc1, fc2)]
         # One grouping where both schedules have blocks of the same size.
         groupings = {block: routing_buffers(rows, self.experts, block, device) for block in blocks}
 
         new = inputs.input.new_empty
-        hidden, activated, output = new(rows, 2 * self.inter), new(rows, self.inter), new(inputs.input.shape)
+        hidden, activated, output = new(rows, self.parts * self.inter), new(rows, self.inter), new(inputs.input.shape)
         parts = new(rows, output.shape[1])
 
         def multiply(gemm: Gemm, a: torch.Tensor, c: torch.Tensor, block: int, top_k: int) -> None:
@@ -173,15 +201,9 @@ class _Layer:
         def run() -> torch.Tensor:
             for block, buffers in groupings.items():
                 self._operators.moe_align_block_size(ids, self.experts, block, *buffers, None, None)
-            multiply(self.fc1, inputs.input, hidden, blocks[0], top_k)
-            may_process_input(
-                self.fc2.config,
-                inputs=hidden,
-                outputs=activated,
-                activation_type="binary_split",
-                activation_impl=SWIGLU,
-            )
-            multiply(self.fc2, activated, parts, blocks[1], 1)
+            multiply(fc1, inputs.input, hidden, blocks[0], top_k)
+            may_process_input(fc2.config, inputs=hidden, outputs=activated, **self.activation)
+            multiply(fc2, activated, parts, blocks[1], 1)
             self._sum(parts.view(tokens, top_k, -1), final_scales, output)
             return output
 

@@ -6,13 +6,15 @@ each lane and each group of 16 columns; scales are E8M0 bytes ``[E, K / 32, N]``
 and then of 4; biases are permuted in groups of 32; rows of a call are grouped by expert in blocks that
 ``moe_align_block_size`` makes.  NVFP4's scales, for 16 of K, are the five exponent and three upper mantissa bits of 2^7 times
 their value in float16; an expert's global scale, float32, is times 2^119 then, and
-FC2's bias is added before it.  Hidden sizes are padded to 256 and intermediate ones to 128, as vLLM pads them.
+FC2's bias is added before it.  Sizes are padded as vLLM pads them: MXFP4's hidden ones to 256 and intermediate ones to
+128; NVFP4's intermediate ones to 64, or to 128 where the hidden one is no multiple of 128.
 
-The kernel between the GEMMs, which vLLM has in another library, is a Triton kernel of ours.
+The kernels between the GEMMs, which vLLM has in another library, are Triton kernels of ours.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ GLOBAL_EXPONENT = 119  # of NVFP4's global scales: what the expansion of e2m1 an
 def pad(value: int, multiple: int) -> int:
     """``value`` rounded up."""
     return -(-value // multiple) * multiple
+
+
+def padded_sizes(weights: str, hidden: int, inter: int) -> tuple[int, int]:
+    """Hidden and intermediate size of the layer that Marlin multiplies."""
+    if weights == "mxfp4":
+        return pad(hidden, 256), pad(inter, 128)
+    return hidden, pad(inter, 64 if hidden % 128 == 0 else 128)
 
 
 def repack(packed: torch.Tensor) -> torch.Tensor:
@@ -100,9 +109,9 @@ class Marlin:
     name = "Marlin"
 
     def __init__(self, library: Path) -> None:
-        from .triton_parts import swiglu  # here, so that a machine without triton says so
+        from .triton_parts import relu2, swiglu  # here, so that a machine without triton says so
 
-        self._swiglu = swiglu
+        self._swiglu, self._relu2 = swiglu, relu2
         torch.ops.load_library(str(library))
         self.operators: Any = torch.ops._moe_C
         for name in ("moe_align_block_size", "moe_wna16_marlin_gemm", "moe_sum"):
@@ -113,7 +122,8 @@ class Marlin:
             raise RuntimeError(f"moe_wna16_marlin_gemm is another version's, not vLLM 0.33's: {schema}")
 
     def prepare(self, weights: MoEInputs) -> _Layer:
-        return _Layer(self.operators, self._swiglu, weights)
+        activate = self._relu2 if weights.relu2 else functools.partial(self._swiglu, alpha=ALPHA, limit=LIMIT)
+        return _Layer(self.operators, activate, weights)
 
 
 def _arranged(matrix: Matrix, weights: str, parts: int, n: int, k: int) -> Matrix:
@@ -129,23 +139,25 @@ def _arranged(matrix: Matrix, weights: str, parts: int, n: int, k: int) -> Matri
         scales = permute_scales(e5m3(scales)).view(torch.float8_e4m3fn)
     else:
         scales = permute_scales(scales).view(torch.float8_e8m0fnu)
-    return Matrix(packed, scales, permute_bias(grown(matrix.bias)))
+    return Matrix(packed, scales, None if matrix.bias is None else permute_bias(grown(matrix.bias)))
 
 
 class _Layer:
-    def __init__(self, operators: Any, swiglu: Callable[..., None], weights: MoEInputs) -> None:
-        self._operators, self._swiglu = operators, swiglu
+    def __init__(self, operators: Any, activate: Callable[..., None], weights: MoEInputs) -> None:
+        self._operators, self._activate = operators, activate
         self.experts, self.columns, half = weights.fc2_weights.shape
-        self.hidden, self.inter = pad(self.columns, 256), pad(2 * half, 128)
+        self.hidden, self.inter = padded_sizes(weights.weights, self.columns, 2 * half)
+        self.parts = 1 if weights.relu2 else 2
         device = weights.fc2_weights.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.locks = torch.zeros(processors * BLOCKS_PER_SM, dtype=torch.int32, device=device)
         fc1, fc2 = matrices(weights)
-        self.fc1 = _arranged(fc1, weights.weights, 2, self.inter, self.hidden)  # [gate; up], each padded by itself
+        # [gate; up], each padded by itself, or up alone.
+        self.fc1 = _arranged(fc1, weights.weights, self.parts, self.inter, self.hidden)
         self.fc2 = _arranged(fc2, weights.weights, 1, self.hidden, self.inter)
         globals_ = (weights.fc1_global, weights.fc2_global)
         self.fc1_global, self.fc2_global = (None if each is None else each * 2.0**GLOBAL_EXPONENT for each in globals_)
-        if self.fc2_global is not None:
+        if self.fc2_global is not None and self.fc2.bias is not None:
             # The kernel of FC2, which applies routing weights, multiplies by the global scale after it has added the
             # bias.
             bias = self.fc2.bias.float() / self.fc2_global[:, None]
@@ -158,7 +170,7 @@ class _Layer:
         block = next((b for b in TOKEN_BLOCKS if rows / self.experts / b < FILL), TOKEN_BLOCKS[-1])
         order, owners, used = routing_buffers(rows, self.experts, block, device)
         x = _grown(inputs.input, self.hidden)
-        hidden, activated = x.new_empty(rows, 2 * self.inter), x.new_empty(rows, self.inter)
+        hidden, activated = x.new_empty(rows, self.parts * self.inter), x.new_empty(rows, self.inter)
         parts, output = x.new_empty(rows, self.hidden), torch.empty_like(x)
         ids, final_scales = inputs.token_selected_experts, inputs.token_final_scales
 
@@ -182,7 +194,7 @@ class _Layer:
         def run() -> torch.Tensor:
             self._operators.moe_align_block_size(ids, self.experts, block, order, owners, used, None, None)
             gemm(x, hidden, self.fc1, self.fc1_global, top_k, False)
-            self._swiglu(hidden, activated, ALPHA, LIMIT)
+            self._activate(hidden, activated)
             gemm(activated, parts, self.fc2, self.fc2_global, 1, True)
             self._operators.moe_sum(parts.view(tokens, top_k, self.hidden), output, None, None)
             return output[:, : self.columns]

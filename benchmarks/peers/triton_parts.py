@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that peers leave to others, one Triton kernel each: gpt-oss' gated activation, and the weighted sum of
-experts."""
+"""The parts that peers leave to others, one Triton kernel each: gpt-oss' gated activation, the squared ReLU, and the
+weighted sum of experts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def swiglu(hidden: torch.Tensor, activated: torch.Tensor, alpha: float, limit: f
     rows, inter = activated.shape
     kernel: Any = _swiglu_kernel
     kernel[rows, triton.cdiv(inter, _COLUMNS)](hidden, activated, inter, alpha, limit, COLUMNS=_COLUMNS)
+
+
+@triton.jit
+def _relu2_kernel(hidden, activated, inter, COLUMNS: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < inter
+    value = tl.maximum(tl.load(hidden + row * inter + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+    tl.store(activated + row * inter + column, (value * value).to(activated.dtype.element_ty), mask=inside)
+
+
+def relu2(hidden: torch.Tensor, activated: torch.Tensor) -> None:
+    """``activated[M, I] = max(hidden[M, I], 0) ** 2``."""
+    rows, inter = activated.shape
+    kernel: Any = _relu2_kernel
+    kernel[rows, triton.cdiv(inter, _COLUMNS)](hidden, activated, inter, COLUMNS=_COLUMNS)
 
 
 @triton.jit

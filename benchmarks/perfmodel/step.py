@@ -104,7 +104,8 @@ class Step:
     the router, the router and the top-k, which are then the one part "router". ``fused_attention``: this fork's
     ``decode_attention`` includes rope and the KV write. ``fork``: False if no kernel is this fork's; experts and dense
     layers are then predicted from bytes, FLOPs and launches, unless ``experts`` names counted kernels, one of
-    :data:`.peers.PEERS`. ``verified``: the LM head computes logits of all new tokens, as for a draft.
+    :data:`.peers.PEERS`. ``verified``: the new tokens are a window that verifies a draft, a decode step whose LM head
+    computes logits of all of them; else more than one is a prompt.
     """
 
     sequences: int
@@ -131,13 +132,13 @@ class Step:
 
     @property
     def prefill(self) -> bool:
-        return self.new > 1
+        return self.new > 1 and not self.verified
 
     @property
     def decode_step(self) -> bool:
         """Whether the plugin runs it as a decode step, with ``moe_step``: one token per sequence, or a window that
         verifies a draft."""
-        return self.fork and self.fused_router and (self.verified or not self.prefill)
+        return self.fork and self.fused_router and not self.prefill
 
     @property
     def fused_norm(self) -> bool:

@@ -208,7 +208,7 @@ class Model:
 
     def by(self, step: Step) -> dict[str, str]:
         """The library or kernel that computes each part."""
-        attention = (self.prefill_attention if step.prefill else self.attention).by
+        attention = self._attention(step).by
         attention = "fork decode_attention" if step.fused_attention else attention
         rounded = "" if step.dense_tokens == "bf16" else f", tokens {step.dense_tokens}"
         dense = {name: "cuBLAS" if kind == "bf16" else f"fork, {kind}{rounded}" for name, kind in step.formats.items()}
@@ -261,9 +261,10 @@ class Model:
         return found
 
     def step(self, step: Step, batch: Batch, caches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[S, vocab]`` of each sequence's last token, and the largest one's id."""
+        """Logits of each sequence's last token, ``[S, vocab]``, or of all new tokens of a window, ``[T, vocab]``, and the
+        largest ones' ids."""
         size, mark, operators = self.size, self.mark, self.operators
-        attention = self.prefill_attention if step.prefill else self.attention
+        attention = self._attention(step)
         queries, keys = size.heads * size.head, size.kv_heads * size.head
         tokens = batch.ids.shape[0]
         self.chosen = []
@@ -325,10 +326,14 @@ class Model:
         mark("norms")
         x, _ = operators.norm(x, residual, self.norm)
         mark("LM head")
-        last = x if step.new == 1 else x[step.new - 1 :: step.new].contiguous()
-        logits = self.lm_head(last, step.formats["LM head"], step.dense_tokens)
+        wanted = x if step.logits == tokens else x[step.new - 1 :: step.new].contiguous()
+        logits = self.lm_head(wanted, step.formats["LM head"], step.dense_tokens)
         mark("argmax")
         return logits, logits.argmax(-1)
+
+    def _attention(self, step: Step) -> Any:
+        """What attends where ``decode_attention`` does not."""
+        return self.attention if step.new == 1 else self.prefill_attention
 
     def _router(self, layer: Layer, residual: torch.Tensor) -> dict[str, Any]:
         """Arguments that both of the fork's routers take besides rows and weight."""
@@ -374,8 +379,11 @@ class Model:
 
     def experts_touched(self) -> float:
         """Experts used in the last step, the mean over the layers."""
-        ids = (each.topk(self.size.top_k).indices if each.is_floating_point() else each for each in self.chosen)
-        return sum(len(each.unique()) for each in ids) / len(self.chosen)
+        return sum(len(each.unique()) for each in self.chosen_experts()) / len(self.chosen)
+
+    def chosen_experts(self) -> list[torch.Tensor]:
+        """Ids of each token's experts in the last step, ``[T, top_k]`` of every layer, in any order."""
+        return [each.topk(self.size.top_k).indices if each.is_floating_point() else each.long() for each in self.chosen]
 
 
 def fork_experts(size: Size, activations: str) -> Callable[[torch.Generator], ForkExperts]:

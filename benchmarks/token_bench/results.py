@@ -66,9 +66,9 @@ class Measured:
         step = self.step
         if step.prefill:
             return f"prefill of {step.new:,} tokens"
-        return (
-            f"decode, context {step.context:,}, {step.sequences} {'sequence' if step.sequences == 1 else 'sequences'}"
-        )
+        window = f", windows of {step.new}" if step.verified else ""
+        sequences = "sequence" if step.sequences == 1 else "sequences"
+        return f"decode, context {step.context:,}, {step.sequences} {sequences}{window}"
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Measured]]:
@@ -132,6 +132,7 @@ def overview(steps: Sequence[Measured], gigabytes_per_second: float | None) -> s
     for step in steps:
         of = step.step
         what = f"prefill {of.new:,}" if of.prefill else f"{of.context:,}"
+        what += f", windows of {of.new}" if of.verified else ""
         line = [step.model, step.stack, what, str(of.sequences), of.kv]
         if step.replay is None:
             body.append([*line, "-", "-", "-", "-", "-", step.note])

@@ -15,6 +15,7 @@ Environment
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 import torch
@@ -53,7 +54,9 @@ def _capability(index: int) -> tuple[int, int]:
 
 def serves_cuda(index: int) -> bool:
     """Whether this fork's kernels run the MXFP4 modes on CUDA device ``index``."""
-    return _serves(_capability(index), variables.read("FLASHINFER_SM12X_MOE"))
+    # Dynamo traces os.environ, and not C's getenv.
+    environ = os.environ if torch.compiler.is_compiling() else None
+    return _serves(_capability(index), variables.read("FLASHINFER_SM12X_MOE", environ))
 
 
 def serves(device: torch.device) -> bool:

@@ -340,7 +340,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     found = _getenv(name.encode()) if environ is None else environ.get(name)
     if not found:
         return variable.unset
-    text = os.fsdecode(found)
+    text = found if isinstance(found, str) else os.fsdecode(found)
     try:
         return variable.parse(text)
     except VariableError:

@@ -342,8 +342,8 @@ def test_the_check_sees_who_disagrees_and_who_fails(
 
     status, told, out = run(lambda *_: None)
     assert "fork router_top_k" in out and "fork decode_attention" in out
-    # Decode and prefill; the fork: two formats, two routers, two attentions for decode.
-    assert (status, len(told)) == (0, 2 * (2 * 2 + 1) + 2 * 2)
+    # Decode, a window, and prefill; the fork: two formats, two routers, two attentions for the first two.
+    assert (status, len(told)) == (0, 2 * 2 * (2 + 2 + 1) + 3)
     assert all(float(error) <= check.TOLERANCE for error in told)
 
     def blind(tried: Model, _arguments: Any, _stack: str) -> None:
@@ -356,8 +356,10 @@ def test_the_check_sees_who_disagrees_and_who_fails(
 
     status, told, _ = run(blind, no_peer)
     assert status == 1
-    assert [text.endswith("DISAGREES") for text in told] == [False, True] * 4 + [False] * 5
-    assert told[8:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
+    assert [text.endswith("DISAGREES") for text in told] == [False, True] * 4 + [False] * 13
+    missing = "RuntimeError: triton attention: not here"
+    assert told[9:16:2] == [missing] * 4 and told[16:] == [missing] * 4 + ["OSError: no library"]
+    assert all(float(error) <= check.TOLERANCE for error in told[8:16:2]), "a window by the fork's attention"
 
 
 def test_steps_of_a_run() -> None:
@@ -368,6 +370,15 @@ def test_steps_of_a_run() -> None:
     assert (steps[1].sequences, steps[1].context, steps[1].tokens) == (4, 1024, 4)
     assert (steps[4].new, steps[4].context, steps[4].prefill) == (512, 512, True)
     assert model.DTYPES[steps[2].kv] is torch.float8_e4m3fn
+    # A window is a decode step whose logits are all wanted.
+    arguments.windows = [1, 3]
+    steps = list(bench_token.steps_of(arguments, ["bf16"], separate, separate))
+    told = [(step.tokens, step.logits, step.prefill) for step in steps[:4]]
+    assert told == [(1, 1, False), (3, 3, False), (4, 4, False), (12, 12, False)]
+    assert steps[-1].prefill and steps[-1].logits == 1
+    windows = results.Measured(model="", stack="", step=steps[3]).what()
+    assert windows == "decode, context 1,024, 4 sequences, windows of 3"
+    arguments.windows = [1]
     # A prompt's attention is not the fork's.
     both = list(bench_token.steps_of(arguments, ["bf16"], ["fork"], ["separate", "fork"]))
     assert [(step.fused_attention, step.prefill) for step in both] == [

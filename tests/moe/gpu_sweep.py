@@ -27,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import moe_harness
 import torch
-from moe_harness import check_case, same_bits
+from moe_harness import check_case, same_bits, tactics_to_force
 
 from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_top_k
 from flashinfer.fused_moe.sm12x_operator import FEW_PAIRS
 from flashinfer.fused_moe.sm12x_router import choose_experts
-from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
@@ -69,11 +68,9 @@ Work = tuple[str, MoECase, list[list[int] | None]]
 
 def tactics_of(case: MoECase, extra: bool) -> list[list[int] | None]:
     """The default, and each instance for both GEMMs; those of Hopper alone only on one, with ``extra``."""
-    block_scaled = not extra or require_device_class(torch.cuda.current_device()).mma_kinds
-    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    table, activation = SM12X if block_scaled else INSTANCES, Mode(case.mode).activation
-    rows = [row for row in table if row.activation == activation and row.weights == case.weights]
-    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
+    device = torch.device("cuda", torch.cuda.current_device())
+    block_scaled = not extra or require_device_class(device.index).mma_kinds
+    return tactics_to_force(case, device, SM12X if block_scaled else INSTANCES)
 
 
 def model_cases(quick: bool, extra: bool) -> list[Work]:

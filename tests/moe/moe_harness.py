@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
 from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.sm12x.instances import SM12X, Instance
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 from flashinfer_sm12x_doctor.probe.timing import captured
@@ -19,6 +22,17 @@ class Outcome:
 
     used: float
     checks: tuple[str, ...]
+
+
+def tactics_to_force(case: MoECase, device: torch.device, table: Iterable[Instance] = SM12X) -> list[list[int] | None]:
+    """``profile_ids`` for :func:`check_case`: the default and, on a GPU, each instance of ``table`` that takes the case, for
+    both GEMMs."""
+    if device.type == "cpu":
+        return [None]
+    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
+    kind = (Mode(case.mode).activation, case.weights)
+    rows = [row for row in table if (row.activation, row.weights) == kind and row.takes(*sizes)]
+    return [None, *([row.number] * 2 for row in rows)]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,11 +9,9 @@ import random
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
-from moe_harness import check_case, run, same_bits
+from moe_harness import check_case, run, same_bits, tactics_to_force
 
 from flashinfer.fused_moe import cutlass_fused_moe
-from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.error_bounds import relu2, swiglu, swiglu_step
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
@@ -27,10 +25,7 @@ STEP = MoECase(9, 160, 96, 4, 2, 0, swiglu_step=True)
 @pytest.mark.parametrize("tokens", [1, 9, 70])
 def test_swiglu_step_against_its_reference(mode: int, tokens: int, device: torch.device) -> None:
     case = dataclasses.replace(STEP, mode=mode, num_tokens=tokens, hidden=288, inter=352)
-    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [row for row in SM12X if row.activation == Mode(mode).activation and row.takes(*sizes)]
-    tactics = [None, *([row.number] * 2 for row in rows)] if device.type == "cuda" else [None]
-    check_case(case, 40 + tokens, device, tactics)
+    check_case(case, 40 + tokens, device, tactics_to_force(case, device))
 
 
 KINDS = [(0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4")]
@@ -56,11 +51,8 @@ def test_relu2_against_its_reference(mode: int, weights: str, number: int, devic
         relu2=True,
         weights=weights,
     )
-    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [row for row in SM12X if row.activation == Mode(mode).activation and row.weights == weights]
-    tactics = [None, *([row.number] * 2 for row in rows if row.takes(*sizes))] if device.type == "cuda" else [None]
     print(case, "seed", seed)
-    check_case(case, seed, device, tactics)
+    check_case(case, seed, device, tactics_to_force(case, device))
 
 
 def test_relu2_is_the_square_of_what_is_above_zero(device: torch.device) -> None:

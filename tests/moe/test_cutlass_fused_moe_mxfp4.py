@@ -14,12 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_harness import check_case, run, same_bits, workspace_bytes
+from moe_harness import check_case, run, same_bits, tactics_to_force, workspace_bytes
 
 from flashinfer.fused_moe import cutlass_fused_moe
-from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.devices import serves_cuda
-from flashinfer.sm12x.instances import SM12X
 from flashinfer.testing import (
     MoECase,
     MoEInputs,
@@ -36,16 +34,8 @@ from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 MODES = (0, 1, 2)
 
 
-def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
-    if device.type == "cpu":
-        return [None]
-    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [row for row in SM12X if row.activation == Mode(case.mode).activation]
-    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
-
-
 def _check(case: MoECase, seed: int, device: torch.device) -> None:
-    check_case(case, seed, device, _tactics(case, device))
+    check_case(case, seed, device, tactics_to_force(case, device))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from operator_calls import OPERATORS, WRITTEN, Arguments, on
 
+from flashinfer.sm12x import devices
+
 TOKENS = ("input", "a", "x", "query", "hidden_states")
 
 
@@ -33,3 +35,17 @@ def test_a_compiled_call_gives_and_writes_the_same_bits(name: str, gives: bool, 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
     for ours, expected in zip(outcome(compiled), outcome(layer), strict=True):
         assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("switch", "serves"), [(None, False), ("1", True), ("0", False)])
+def test_a_compiled_call_asks_which_gpus_are_served(
+    switch: str | None, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call on a CUDA tensor reads a variable, for which Dynamo has no trace if C's ``getenv`` is asked."""
+    monkeypatch.setattr(devices, "_capability", lambda _: (9, 0))
+    monkeypatch.delenv("FLASHINFER_SM12X_MOE", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("FLASHINFER_SM12X_MOE", switch)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + devices.serves_cuda(0), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == serves
