@@ -20,7 +20,7 @@ ROW_TILE = 128
 MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
 IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
 
-STREAM_PAIRS = 1024  # (token, slot) pairs that a streamed layer takes
+STREAM_PAIRS = 1536  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
 """Formats of tokens: those that activations may be rounded to and MMAs multiply."""
@@ -173,14 +173,14 @@ _MXFP8_M8 = (
     Instance("mxfp8", "mxfp8", 8, 256, 2, 2, 47032),
 )
 _STREAM_M8 = (
-    Instance("mxfp8", "bf16", 8, 256, 3, 1, 95232, mma_warps=12),
-    Instance("bf16", "bf16", 8, 256, 3, 1, 95232, mma_warps=12),
+    Instance("mxfp8", "bf16", 8, 256, 3, 1, 94720, mma_warps=12),
+    Instance("bf16", "bf16", 8, 256, 3, 1, 94720, mma_warps=12),
 )
 
 # For a K of 3,104 to 4,608, at which a GB10 holds two stages. Stages and bytes here are a gpt-oss layer's, as above.
 _STREAM_M8_W3 = (
-    Instance("mxfp8", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
-    Instance("bf16", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
+    Instance("mxfp8", "bf16", 8, 384, 3, 1, 94720, mma_warps=12),
+    Instance("bf16", "bf16", 8, 384, 3, 1, 94720, mma_warps=12),
 )
 
 # Two GEMM kernels a layer.
@@ -207,7 +207,7 @@ NVFP4_PAIRS: tuple[Instance, ...] = (
 
 # NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and only one if K
 # exceeds 3,968, so a row with a K tile of 384 would have no use.
-NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76928, mma_warps=12, weights="nvfp4")
+NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76416, mma_warps=12, weights="nvfp4")
 
 NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_STREAM)
 """The rows of ``fused_moe_120_nvfp4``."""
@@ -234,8 +234,8 @@ HOPPER: tuple[Instance, ...] = (
     *_BF16,
     *_STREAM_M8,
     *_STREAM_M8_W3,
-    Instance("mxfp8", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
-    Instance("bf16", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
+    Instance("mxfp8", "bf16", 16, 256, 3, 1, 96256, mma_warps=12),
+    Instance("bf16", "bf16", 16, 256, 3, 1, 96256, mma_warps=12),
     *NVFP4,
 )
 

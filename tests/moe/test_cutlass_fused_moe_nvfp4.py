@@ -171,7 +171,7 @@ def test_the_planner_has_a_tactic_for_every_batch_of_every_layer(known: DeviceCl
 
 
 def test_a_stream_takes_what_the_launcher_takes() -> None:
-    """2 stages fit up to its K, and 1,024 pairs."""
+    """2 stages fit up to its K, and 1,536 pairs."""
     (stream,) = [row for row in NVFP4 if row.streamed]
     assert stream.longest_k == 3072
     assert stream.takes(STREAM_PAIRS, 3072, 3072) and not stream.takes(STREAM_PAIRS + 1, 32, 32)

@@ -203,7 +203,7 @@ def test_a_streamed_tactic_refuses_what_it_cannot_take(row) -> None:
         problem = largest._replace(**beyond)
         with pytest.raises(
             ValueError,
-            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1024 \(token, slot\) pairs, and "
+            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1536 \(token, slot\) pairs, and "
             rf"hidden and intermediate sizes up to {longest}, but this call has {4 * problem.num_tokens} pairs and the "
             rf"sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
         ):
@@ -211,9 +211,9 @@ def test_a_streamed_tactic_refuses_what_it_cannot_take(row) -> None:
 
 
 def test_a_call_with_too_many_tokens_for_its_tactic_is_refused() -> None:
-    arguments = make_moe_inputs(MoECase(257, 64, 64, 4, 4, 0), 17).arguments()
+    arguments = make_moe_inputs(MoECase(385, 64, 64, 4, 4, 0), 17).arguments()
     number = INSTANCES[STREAMED].number
-    with pytest.raises(ValueError, match=r"takes at most 1024 .* but this call has 1028 pairs"):
+    with pytest.raises(ValueError, match=r"takes at most 1536 .* but this call has 1540 pairs"):
         flashinfer.cutlass_fused_moe(**arguments, profile_ids=[number, number])
 
 

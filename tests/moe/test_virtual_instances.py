@@ -28,9 +28,11 @@ from flashinfer.sm12x.instances import (
     IN_KERNEL_PAIRS,
     INSTANCES,
     MAIN_MODULE,
+    MAX_EXPERTS,
     NVFP4,
     ROW_TILE,
     SM12X,
+    STREAM_PAIRS,
     Instance,
     index_of,
 )
@@ -406,6 +408,25 @@ def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
     check_moe(device, case, 620 + tokens, [instance.index] * 2)
 
 
+@pytest.mark.parametrize(
+    "instance", [row for row in STREAMED if row in (*MAIN_MODULE, *NVFP4)], ids=lambda row: row.name
+)
+def test_a_streamed_layer_has_room_for_the_most_tiles(device, instance):
+    """All experts are hit, and no other number of pairs makes more tiles: each expert's last tile holds one."""
+    tile, experts = instance.token_tile, MAX_EXPERTS
+    full = (STREAM_PAIRS - experts) // tile
+    ids = torch.arange(experts).repeat_interleave(torch.tensor([1 + tile] * full + [1] * (experts - full)))
+    seed = 650
+    print("seed", seed)
+    case = MoECase(len(ids), 64, 32, experts, 1, 2 if instance.activation == "bf16" else 0, weights=instance.weights)
+    inputs = make_moe_inputs(case, seed)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+    inputs = dataclasses.replace(inputs, token_selected_experts=ids[order, None].int())
+    assert case.num_tokens == STREAM_PAIRS
+    output = run_moe(device, inputs, case.mode, [instance.index] * 2)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{case}, seed {seed}")
+
+
 @pytest.mark.parametrize("tokens", [15, 45], ids=["routed in registers", "routed in shared memory"])
 @pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 16], ids=lambda row: row.name)
 def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, tokens):
@@ -542,7 +563,7 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
 def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
     place = index_of("stream_mxfp8_as_bf16_m8")
     for case, message in (
-        (MoECase(300, 160, 96, 4, 4, 0), "at most 1024"),
+        (MoECase(400, 160, 96, 4, 4, 0), "at most 1536"),
         (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this streamed tactic"),
     ):
         with pytest.raises(Exception, match=message):

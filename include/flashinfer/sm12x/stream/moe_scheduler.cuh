@@ -42,7 +42,7 @@ struct UnitRange {
   int begin, end, first_tile;
 
   // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
-  // kStreamPairs tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
+  // kStreamTiles tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
   static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
     const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
     const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;

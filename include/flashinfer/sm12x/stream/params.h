@@ -206,7 +206,9 @@ struct DenseParams {
   int stage_bytes;
 };
 
-constexpr int kStreamPairs = 1024;  // most (token, slot) pairs of a launch
+constexpr int kStreamPairs = 1536;  // most (token, slot) pairs of a launch
+// Most tiles of tokens: of each expert the last one may hold a single pair.
+constexpr int kStreamTiles = kMaxLocalExperts + (kStreamPairs - kMaxLocalExperts) / kNarrowTokens;
 constexpr int kFewPairs = 32;  // most pairs that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
@@ -243,7 +245,7 @@ struct StreamStorage {
   static constexpr int kUnitRangeBytes = 12;
   static constexpr int kBarriers = 0;  // full, done, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
-  static constexpr int kOrder = kTiles + 4 * kStreamPairs;
+  static constexpr int kOrder = kTiles + 4 * kStreamTiles;
   static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
   static constexpr int kRing = round_up(kUnitRanges + 2 * kUnitRangeBytes, 128);
   // Ids and weights of a few pairs, behind their order.

@@ -94,7 +94,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
             "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
   }
   if (pairs > kStreamPairs) {
-    return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};
+    return {cudaErrorInvalidValue, "a streamed tactic takes at most 1536 (token, slot) pairs"};
   }
   if (!takes_sms(instance, options)) {
     return {cudaErrorInvalidValue, "a streamed tactic needs all SMs of the device, and this stream has fewer"};
