@@ -93,6 +93,7 @@ class Project:
     root: Path
     flags: tuple[str, ...] = ("-DX=1",)
     names: list[str] = field(default_factory=lambda: ["a", "b", "c"])
+    module: str = "demo"
     cache: Path = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -117,9 +118,9 @@ class Project:
             engine.CompileStep(f"{name}.o", src / f"{name}.cu", str(self.compiler), flags) for name in self.names
         )
         return engine.ModulePlan(
-            name="demo",
-            folder=self.cache / "demo",
-            lock_path=self.cache / "tmp" / "demo.lock",
+            name=self.module,
+            folder=self.cache / self.module,
+            lock_path=self.cache / "tmp" / f"{self.module}.lock",
             steps=steps,
             linker=str(self.compiler),
             link_flags=("-shared",),

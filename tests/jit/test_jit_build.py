@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from jit_fakes import Project
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer.jit.sm12x.trust import UntrustedCacheError
 
 pytestmark = pytest.mark.privileges
 
@@ -141,6 +143,35 @@ def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(proje
     project.build()
     assert project.calls() == ["b.cu"]
     assert plan.library.read_bytes() == good
+
+
+def test_what_another_module_compiled_is_not_compiled_again(
+    project: Project, jit_log: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it change when the other one's is removed. An empty one, and one of other flags, is compiled."""
+    project.write("a.cu", SPILLS.format(8))
+    project.names = ["a", "b"]
+    project.build()
+    assert project.calls() == ["a.cu", "b.cu"]
+    other = replace(project, module="other", names=["a", "b", "c"])
+    project.plan().object_path(project.plan().steps[1]).write_bytes(b"")
+    jit_log.clear()
+    assert sorted(other.build().compiled) == ["b.o", "c.o"]
+    assert project.calls() == ["b.cu", "c.cu"]
+    assert [record.getMessage() for record in jit_log.records if "in a.o (8 bytes a thread)" in record.getMessage()]
+    shutil.rmtree(project.plan().folder)
+    text = other.plan().library.read_text()
+    assert all(f"int {word};" in text for word in ("one", "two", "c"))
+    assert other.build().compiled == []
+    assert sorted(replace(other, module="third", flags=("-DX=2",)).build().compiled) == ["a.o", "b.o", "c.o"]
+
+
+def test_another_module_that_others_can_write_to_gives_nothing(project: Project) -> None:
+    project.build()
+    step = project.plan().steps[0]
+    project.plan().object_path(step).chmod(0o666)
+    with pytest.raises(UntrustedCacheError, match=re.escape(f"{step.name} is writable by everybody")):
+        replace(project, module="other").build()
 
 
 @pytest.mark.parametrize("after", ["int after;\n", None], ids=["another content", "the same again"])

@@ -46,12 +46,6 @@ def run_over(wheel: Path, folder: Path, *words: str) -> int:
     return int(passed[1])
 
 
-def test_what_looks_at_the_wheel_finds_its_like_in_another_base(wheel: Path, tmp_path: Path) -> None:
-    """The others of this folder have a toy of a wheel."""
-    files = ["tests/layer/test_vllm.py", "tests/layer/test_upstream_modules.py"]
-    assert run_over(wheel, tmp_path, "-m", "not slow", *files) > 5
-
-
 def test_the_tests_of_this_folder_over_another_base(wheel: Path, tmp_path: Path) -> None:
     tests = ["tests/layer", "tests/quantization/test_block_scaled.py", f"--ignore={__file__}"]
     assert run_over(wheel, tmp_path, *tests) > 80

@@ -195,14 +195,14 @@ def test_the_real_wheel_under_another_version(run_python: Run, python: Path, tmp
     assert with_fork.stderr == warning(UNTESTED, site, python)
 
 
-def test_b12x_finds_the_code_of_that_wheel(run_python: Run, python: Path) -> None:
+def test_b12x_over_the_real_wheel_finds_its_code(run_python: Run, python: Path) -> None:
     code = "import b12x, b12x._lib.compile_plan as m; print(b12x.__file__, m.__file__, b12x.__path__, hasattr(b12x, 'OpMeta'))"
     found = [run_python("-c", code, path=path, python=python).stdout for path in ([REPO], [])]
     assert found[0] == found[1]
     assert str(OURS) not in found[0]
 
 
-def test_the_doctor_runs_and_says_it(run_python: Run, python: Path) -> None:
+def test_the_doctor_over_the_real_wheel_runs_and_says_it(run_python: Run, python: Path) -> None:
     words = ("-m", "flashinfer", "sm12x-doctor", "--json")
     done = run_python(*words, path=[REPO], python=python, check=False)
     finding = json.loads(done.stdout)["findings"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,28 @@ def test_slow_tests_are_shared_out_among_days(started: Any, days: int) -> None:
     for tests, options in started:
         shares = [option for option in options if option.startswith("--slow-share")]
         assert shares == ([] if tests[0].startswith("emulator/") else [f"--slow-share={today}/{days}"])
-    for test in slow_tests.LONG:
-        left = [slow_tests.left_for_another_day(f"{test}[a]", f"{day}/{days}") for day in range(days)]
-        assert left.count(False) == (days if test in slow_tests.EVERY_DAY else 1)
-    counts = [
-        sum(not slow_tests.left_for_another_day(test, f"{day}/{days}") for test in slow_tests.LONG)
-        for day in range(days)
-    ]
-    assert min(counts) > len(slow_tests.LONG) / days / 3, counts
+    for entry in slow_tests.LONG:
+        node = entry if entry.endswith("]") else f"{entry.replace(' -k ', '::test_')}[a]"
+        place = [slow_tests.LONG.index(entry) % days]
+        assert days_of(node, days) == (list(range(days)) if entry in slow_tests.EVERY_DAY else place)
+
+
+def days_of(node: str, days: int) -> list[int]:
+    return [day for day in range(days) if not slow_tests.left_for_another_day(node, f"{day}/{days}")]
+
+
+@pytest.mark.parametrize("pattern", slow_tests.ON_ONE_DAY)
+def test_tests_of_a_module_that_no_quick_test_compiles_run_on_one_day(pattern: str) -> None:
+    words = pattern.replace(".*", "_")
+    for name in "abcdefg":
+        assert days_of(f"tests/gemm/test_virtual_{words}.py::test_{name}[1]", 7) == [slow_tests.ON_ONE_DAY[pattern]]
+    assert {day for name in "abcdefg" for day in days_of(f"tests/gemm/test_virtual_dense.py::test_{name}[1]", 7)} > {0}
+
+
+def test_no_quick_test_is_on_the_list_of_modules_that_none_compiles() -> None:
+    dense = [node for node in slow_tests.noticing() if node.startswith("tests/gemm/test_virtual_dense")]
+    assert len(dense) > 20
+    assert [node for node in dense for pattern in slow_tests.ON_ONE_DAY if re.search(pattern, node)] == []
 
 
 @pytest.mark.parametrize(

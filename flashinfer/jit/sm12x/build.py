@@ -13,8 +13,9 @@
     tmp/                                 the compilers' TMPDIR, removed after a build
 
 A file gets its name only when it is complete, and the name is a hash of its inputs (``content_key``). So ninja compares
-no file times: it makes the files that are missing. A successful build removes files of other keys; a process that has
-loaded such a library keeps it.
+no file times: it makes the files that are missing. An object that another module of the cache has, such as the binding
+of several formats, is linked from there. A successful build removes files of other keys; a process that has loaded such
+a library keeps it.
 """
 
 from __future__ import annotations
@@ -459,6 +460,20 @@ class _Attempt:
     def _missing(self) -> list[str]:
         return [path for path, made in self._objects.items() if not made.is_file()]
 
+    def _take_from_other_modules(self) -> dict[str, int]:
+        """Link what is missing and another module has: by its key, compiling would make the same. What of it spills."""
+        spilling: dict[str, int] = {}
+        for path in self._missing():
+            for made in self._plan.folder.parent.glob(f"*/obj/{glob.escape(path)}"):
+                require_trusted(made)
+                # It is compiled where it is gone meanwhile, and where the file system has no hard links.
+                with contextlib.suppress(OSError):
+                    if made.is_file() and made.stat().st_size:
+                        os.link(made, self._objects[path])
+                        spilling |= {each: size for each, size in _spilling(made.parents[2]).items() if each == path}
+                        break
+        return spilling
+
     def make(self) -> bool:
         """Build; return whether the library is complete. False: a file was edited meanwhile, so the keys have
         changed."""
@@ -469,11 +484,12 @@ class _Attempt:
             make_folder((self._scratch / path).parent)
             if made.is_file() and not made.stat().st_size:  # written just before the system lost its power
                 made.unlink()
+        spilling = self._take_from_other_modules()
         missing = self._missing()
         self._steps = len(missing) + 1
         write_atomically(plan.ninja_path, self._keys.ninja_text)
         try:
-            _note_spills(plan)  # of a build that was killed
+            _note_spills(plan, spilling)  # and those of a build that was killed
             plan.log.unlink(missing_ok=True)
             plan.log.touch(mode=0o644)
             with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
@@ -493,7 +509,7 @@ class _Attempt:
             shutil.rmtree(self._scratch, ignore_errors=True)
         for path in self._edited:
             _logger.warning("%s was edited while %s was built; it is built again", path, plan.name)
-        _note_spills(plan)
+        _note_spills(plan, {})
         return not self._edited
 
     def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
@@ -523,32 +539,34 @@ class _Attempt:
         self._progress.tell(self._steps - len(self._missing()) - (path in self._objects), self._steps, name)
 
 
-def _spilling(plan: ModulePlan) -> dict[str, int]:
-    """``spills.json``: path of an object in ``obj`` -> bytes; empty if the file is missing or damaged."""
+def _spilling(folder: Path) -> dict[str, int]:
+    """Path of an object in a module's ``obj`` -> bytes: what ``spills.json`` holds and the log adds, which tells of the
+    objects that were compiled last. What is missing or damaged tells nothing."""
     try:
-        data = json.loads(read_file(plan.folder / "spills.json"))
+        data = json.loads(read_file(folder / "spills.json"))
     except (OSError, ValueError, RecursionError):
-        return {}
-    return {path: size for path, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
-
-
-def _note_spills(plan: ModulePlan) -> None:
-    """Bring ``spills.json`` up to date with the log, which tells of the objects that were compiled last."""
+        data = {}
+    noted = {path: size for path, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
     try:
-        log = read_file(plan.log).decode(errors="replace")
+        log = read_file(folder / "build.log").decode(errors="replace")
     except OSError:
-        return
-    spilling = _spilling(plan)
+        log = ""
     # A compiler's output follows the line of its command.
     _, *said = re.split(_DONE, log, flags=re.MULTILINE)
-    made = [f"{folder}{name}".removeprefix("tmp/") for folder, name in zip(said[2::5], said[3::5], strict=True)]
-    spilling.update(zip(made, map(local_memory, said[4::5]), strict=True))
-    spilling = {path: size for path, size in spilling.items() if size and (plan.folder / "obj" / path).is_file()}
+    made = [f"{where}{name}".removeprefix("tmp/") for where, name in zip(said[2::5], said[3::5], strict=True)]
+    noted.update(zip(made, map(local_memory, said[4::5]), strict=True))
+    return {path: size for path, size in noted.items() if size}
+
+
+def _note_spills(plan: ModulePlan, more: Mapping[str, int]) -> None:
+    """Bring ``spills.json`` up to date, before the log is written anew or a build ends."""
+    spilling = {**_spilling(plan.folder), **more}
+    spilling = {path: size for path, size in spilling.items() if (plan.folder / "obj" / path).is_file()}
     write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
 
 
 def _tell_of_spills(plan: ModulePlan, keys: Keys) -> None:
-    recorded = _spilling(plan)
+    recorded = _spilling(plan.folder)
     spilling = {name: recorded[path] for name, path in keys.objects.items() if path in recorded}
     if spilling:
         compiler = next(step.compiler for step in plan.steps if step.name in spilling)
