@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ..api_logging import flashinfer_api
-from ..sm12x.checks import Unchanged, describe, require_computing_device, require_tensor_type
+from ..sm12x.checks import Unchanged, describe, is_traced, require_computing_device, require_tensor_type
 from ..sm12x.devices import require_served
-from ..sm12x.operator import is_traced
 from ..tllm_enums import ActivationType
 from .sm12x_operator import compute, fused_moe
 from .sm12x_validation import WEIGHT_DTYPES, Mode, MoECall, expert_tensors, require_experts, select_mode, validate

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..sm12x import tune
 from ..sm12x.backend import kernels, plain_torch
-from ..sm12x.device_class import GB10
+from ..sm12x.device_class import GB10, DeviceClass
 from ..sm12x.devices import checks_values
 from ..sm12x.instances import INSTANCES
 from ..sm12x.operator import OutputOperator
@@ -38,10 +40,8 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         if not call.enable_alltoall and call.token_selected_experts is not None:
             check_expert_ids(call.token_selected_experts, problem.num_experts_total)
     device_class = GB10 if backend is None else backend.device_class  # the CPU computes what a GB10 would
-    sizes = problem.num_tokens, problem.top_k, problem.routed_experts
-    mode = plan_mode(problem.mode, *sizes, device_class)
-    if mode is not problem.mode:
-        problem = problem._replace(mode=mode)
+    if problem.mode is Mode.AUTO:
+        problem = in_planned_mode(problem, device_class)
     wanted = None
     if call.profile_ids is not None:
         rows = INSTANCES if backend is None else backend.tactics
@@ -83,6 +83,13 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     launch(backend, problem, routed(call), workspace, pair)
 
 
+@functools.lru_cache(maxsize=4096)
+def in_planned_mode(problem: MoEProblem, device: DeviceClass) -> MoEProblem:
+    """The problem with :attr:`Mode.AUTO` resolved."""
+    sizes = problem.num_tokens, problem.top_k, problem.routed_experts
+    return problem._replace(mode=plan_mode(problem.mode, *sizes, device))
+
+
 def routed(call: MoECall) -> MoECall:
     """The same call with its experts chosen, for what takes no logits."""
     if call.router_logits is None:
@@ -95,8 +102,9 @@ def routed(call: MoECall) -> MoECall:
 
 
 def _new_output(call: MoECall) -> torch.Tensor:
-    shape = call.input.shape[0], call.fc2_expert_weights.shape[1]
-    return torch.empty(shape, dtype=call.output_dtype, device=call.input.device)
+    # The extents as arguments of their own: in a tuple they take 0.7 us longer.
+    rows, hidden = call.input.shape[0], call.fc2_expert_weights.shape[1]
+    return torch.empty(rows, hidden, dtype=call.output_dtype, device=call.input.device)
 
 
 fused_moe = OutputOperator(

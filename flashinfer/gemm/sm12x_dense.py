@@ -22,7 +22,7 @@ from ..sm12x.checks import (
     ELEMENT,
     SCALE_WORD,
     describe,
-    is_placed,
+    place_of,
     require_apart,
     require_choice,
     require_computing_device,
@@ -145,7 +145,7 @@ def require_tokens(
     """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is 2-D."""
     x, x_scale = call.x, call.x_scale
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
-    if x.shape[1] != columns or not is_placed(x, device):
+    if x.shape[1] != columns or place_of(x, device) is None:
         shapes, what = [(x.shape[0], columns)], f"k as {names.get('weight', 'weight')}'s"
         require_tensor(names.get("x", "x"), x, shapes, [x.dtype], device, what)
     if x_scale is not None:

@@ -11,6 +11,7 @@ from ..api_logging import flashinfer_api
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.checks import (
     Unchanged,
+    is_traced,
     require_choice,
     require_computing_device,
     require_output_dtype,
@@ -19,7 +20,6 @@ from ..sm12x.checks import (
 )
 from ..sm12x.devices import require_served
 from ..sm12x.instances import Format
-from ..sm12x.operator import is_traced
 from .sm12x_dense import (
     ACTIVATIONS,
     OUTPUT_DTYPES,

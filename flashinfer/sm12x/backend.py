@@ -126,9 +126,12 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    if VIRTUAL not in sys.modules and not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
-        return None
-    virtual: Backend | None = importlib.import_module(VIRTUAL).active()
+    module = sys.modules.get(VIRTUAL)
+    if module is None:
+        if not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
+            return None
+        module = importlib.import_module(VIRTUAL)
+    virtual: Backend | None = module.active()
     return virtual
 
 
