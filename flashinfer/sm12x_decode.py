@@ -10,7 +10,7 @@ import torch
 
 from .api_logging import flashinfer_api
 from .jit.sm12x.modules import gen_decode_module
-from .sm12x.backend import Backend, kernels, plain_torch, workspace_size
+from .sm12x.backend import Backend, checks_values, kernels, plain_torch, workspace_size
 from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
@@ -32,7 +32,7 @@ from .sm12x.checks import (
     span,
     strides_overlap,
 )
-from .sm12x.devices import checks_values, require_served
+from .sm12x.devices import require_served
 from .sm12x.operator import define
 
 HEAD = 64

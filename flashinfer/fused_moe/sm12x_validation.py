@@ -152,14 +152,6 @@ class MoECall(NamedTuple):
     is_padding: torch.Tensor | None = None
     barrier: torch.Tensor | None = None
 
-    @property
-    def weight_scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-        """Block scales and global scale of FC1, then of FC2, of a valid call."""
-        if len(self.quant_scales) == 2:
-            return self.quant_scales[0], None, self.quant_scales[1], None
-        fc1, fc1_global, fc2, fc2_global = self.quant_scales
-        return fc1, fc1_global, fc2, fc2_global
-
 
 class MoEProblem(NamedTuple):
     """The sizes of a validated call; everything that planning and launching need to know."""

@@ -49,10 +49,9 @@ from .sm12x_dense_launch import (
     QUANTIZE_F16_TO_MXFP4,
     DenseCall,
     RowTopK,
-    choose,
-    gemm_operand,
     instance,
     launch,
+    planned_instance,
 )
 from .sm12x_dense_tuning import tuned_instance
 
@@ -340,13 +339,10 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     ValueError
         The errors of :func:`instance`.
     """
-    weights, k = call.weight_format, call.k
-    row = None if call.tactic is None else instance(call.tactic, weights, k, token_format)
+    row = None if call.tactic is None else instance(call.tactic, call.weight_format, call.k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
-    operand = gemm_operand(weights, token_format, backend.device_class)
-    sizes = call.x.shape[0], call.weight.shape[0], k
-    planned = choose(weights, *sizes, backend.device_class, operand, backend.sm_count)
+    planned = planned_instance(backend, call, token_format)
     if not backend.is_cuda or tune.is_idle():
         return planned
     return tuned_instance(backend, call, token_format, planned)

@@ -484,32 +484,32 @@ class KnownCalls:
 
         ``tensors`` are the arguments that must be tensors or None, ``options`` all others that checks look at.
         """
+        signature, spans = [*options, *map(type, options)], []  # of their types, too: 1 equals True and 1.0
         try:
-            known = self._found.get(_signature(tensors, options))
-            if known is None:
-                return None
-            spans, written = [], 0
-            for place, tensor in enumerate(tensors):
-                if tensor is not None:
-                    span = place_of(tensor, self._device)
-                    if span is None:
-                        return None
-                    spans.append(span)
-                    written += place < self._written
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no shape
+            for tensor in tensors:
+                if tensor is None:
+                    signature.append(None)
+                    continue
+                span = place_of(tensor, self._device)
+                if span is None:
+                    return None
+                spans.append(span)
+                signature.append((type(tensor), tensor.dtype, tensor.shape))
+            found = self._found.get(tuple(signature))
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor, no hash, no shape
             return None
-        return known if are_apart(spans, written, self.bounds) else None
+        if found is None:
+            return None
+        known, written = found
+        return known if not written or are_apart(spans, written, self.bounds) else None
 
     def add(self, known: Any, tensors: Sequence[Any], *options: Any) -> None:
         """Keep what was found of a valid call: anything but None."""
         if len(self._found) >= self.MOST:
             self._found.clear()
-        self._found[_signature(tensors, options)] = known
-
-
-def _signature(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-    metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]
-    return (*metadata, *options, *map(type, options))  # of their types, too: 1 equals True and 1.0
+        metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]
+        written = sum(each is not None for each in tensors[: self._written])
+        self._found[(*options, *map(type, options), *metadata)] = known, written
 
 
 def _bytes(tensor: torch.Tensor) -> int:
