@@ -253,15 +253,13 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         require_tensor_type("input", input)
         mode = self._modes.get(input.dtype, self._modes[_TOKENS[0]])  # validate() says which dtypes it takes
         tokens = output, workspace_buffer, input, input_sf, token_selected_experts, token_final_scales
-        call = self._call(
-            mode, tokens, (enable_pdl, profile_ids, next_weights, router_logits, top_k, is_padding, barrier)
-        )
-        tensors = tensors_of(call)
-        if not self._checks or is_traced(tensors):
+        more = enable_pdl, profile_ids, next_weights, router_logits, top_k, is_padding, barrier
+        call = self._call(mode, tokens, more)
+        if not self._checks or is_traced(tokens) or is_traced(more):
             return fused_moe(call)
         if not self._unchanged.holds(*self._tensors):
             self._require_experts()
-        problem = self._checked.calls.find(tensors, *options_of(call)) or validate(call, self._checked)
+        problem = self._checked.calls.find(tensors_of(call), *options_of(call)) or validate(call, self._checked)
         if output is None:
             output = _new_output(call)
             call = MoECall._make((output, *call[1:]))
