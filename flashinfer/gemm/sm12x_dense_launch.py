@@ -175,12 +175,12 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
 
 def planned_instance(backend: Backend, call: DenseCall, token_format: int) -> Instance | None:
     """The planner's choice for a valid call, which the backend remembers; None as in :func:`choose`."""
-    weights = call.weight_format
-    key = "dense plan", weights, token_format, call.x.shape[0], call.weight.shape
+    weights, tokens, shape = call.weight_format, call.x.shape[0], call.weight.shape
+    key = "dense plan", weights, token_format, tokens, shape
     if key not in backend.memo:
         device = backend.device_class
-        sizes, operand = (key[3], key[4][0], call.k), gemm_operand(weights, token_format, device)
-        backend.memo[key] = choose(weights, *sizes, device, operand, backend.sm_count)
+        operand = gemm_operand(weights, token_format, device)
+        backend.memo[key] = choose(weights, tokens, shape[0], call.k, device, operand, backend.sm_count)
     planned: Instance | None = backend.memo[key]
     return planned
 

@@ -508,8 +508,8 @@ class KnownCalls:
         if len(self._found) >= self.MOST:
             self._found.clear()
         metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]
-        written = sum(each is not None for each in tensors[: self._written])
-        self._found[(*options, *map(type, options), *metadata)] = known, written
+        signature = (*options, *map(type, options), *metadata)
+        self._found[signature] = known, sum(each is not None for each in tensors[: self._written])
 
 
 def _bytes(tensor: torch.Tensor) -> int:
