@@ -131,6 +131,8 @@ fused_moe = OutputOperator(
 )
 
 
+# --- the layer as an object -------------------------------------------------------------------------------------------
+
 _TOKENS = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 

@@ -482,7 +482,8 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     """Check the metadata and addresses of a call and return its sizes.
 
     Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where the caller knows it; calls that bring the same objects again are known here.
+    layer, where the caller knows it; calls that bring the same objects again are known here.  Of a layer's calls with tensors
+    of known dtypes and shapes, only addresses are checked (:class:`~flashinfer.sm12x.checks.KnownCalls`).
 
     Raises
     ------

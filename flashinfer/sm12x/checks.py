@@ -454,6 +454,9 @@ def are_apart(spans: Sequence[Span], written: int, bounds: Sequence[int]) -> boo
     return True
 
 
+_PLAIN_OPTIONS = {int, bool, type(None)}
+
+
 class KnownCalls:
     """What was found of a layer's valid calls, by the metadata of their tensors: a call signature cache.
 
@@ -490,10 +493,10 @@ class KnownCalls:
                 if tensor is None:
                     signature.append(None)
                     continue
-                span = place_of(tensor, self._device)
-                if span is None:
+                place = place_of(tensor, self._device)
+                if place is None:
                     return None
-                spans.append(span)
+                spans.append(place)
                 signature.append((type(tensor), tensor.dtype, tensor.shape))
             found = self._found.get(tuple(signature))
         except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor, no hash, no shape
@@ -504,7 +507,9 @@ class KnownCalls:
         return known if not written or are_apart(spans, written, self.bounds) else None
 
     def add(self, known: Any, tensors: Sequence[Any], *options: Any) -> None:
-        """Keep what was found of a valid call: anything but None."""
+        """Keep what was found of a valid call, which is anything but None, if its options are plain."""
+        if not _PLAIN_OPTIONS.issuperset(map(type, options)):
+            return  # a tensor of one integer may be one; it would be kept
         if len(self._found) >= self.MOST:
             self._found.clear()
         metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]

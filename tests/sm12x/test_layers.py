@@ -416,6 +416,9 @@ def test_each_fact_of_a_known_call_is_asked() -> None:
     assert calls.find((written, read, read), 1) is None
     for options in ((2,), (True,), (1.0,), ([1],), (), (1, 1)):
         assert calls.find((written, read, None), *options) is None, options
+    for option in ([1], torch.tensor(1)):
+        calls.add("known", (written, read, None), option)
+        assert calls.find((written, read, None), option) is None
     elsewhere = KnownCalls(torch.device("meta"), (), written=1)
     elsewhere.add("known", (written, read, None), 1)
     assert elsewhere.find((written, read, None), 1) is None
