@@ -10,14 +10,15 @@ import torch
 
 from .api_logging import flashinfer_api
 from .jit.sm12x.modules import gen_decode_module
-from .sm12x.backend import Backend, kernels, plain_torch, workspace_size
+from .sm12x.backend import Backend, checks_values, kernels, plain_torch, workspace_size
 from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
     Span,
     describe,
     is_held,
-    is_placed,
+    is_traced,
+    place_of,
     require_apart,
     require_choice,
     require_computing_device,
@@ -31,8 +32,8 @@ from .sm12x.checks import (
     span,
     strides_overlap,
 )
-from .sm12x.devices import checks_values, require_served
-from .sm12x.operator import define, is_traced
+from .sm12x.devices import require_served
+from .sm12x.operator import define
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
@@ -353,7 +354,7 @@ def require_tokens(call: DecodeCall, device: torch.device) -> list[Span]:
     require_tensor_type("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[0] != sequences or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {describe(block_tables)}; it must be int32 ({sequences}, max_pages)")
-    if not is_placed(block_tables, device, ELEMENT):
+    if place_of(block_tables, device, ELEMENT) is None:
         require_memory("block_tables", block_tables, ELEMENT)
         if block_tables.device != device or _strides(block_tables)[1] not in (0, 1):
             raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")

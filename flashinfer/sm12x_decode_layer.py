@@ -10,6 +10,7 @@ import torch
 from .api_logging import flashinfer_api
 from .sm12x.checks import (
     Unchanged,
+    is_traced,
     require_computing_device,
     require_int,
     require_switches,
@@ -18,7 +19,6 @@ from .sm12x.checks import (
     spans_meet,
 )
 from .sm12x.devices import require_served
-from .sm12x.operator import is_traced
 from .sm12x_decode import (
     HEAD,
     MAX_Q_LEN,

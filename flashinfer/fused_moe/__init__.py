@@ -4,8 +4,7 @@
 =====================  =============================================================================
 ``core``               upstream's functions; where a call goes
 ``sm12x_validation``   what a call may look like
-``sm12x_operator``     a call; the operator that ``torch.compile`` sees
-``sm12x_moe_layer``    a layer as an object, whose experts are checked once
+``sm12x_operator``     a call, from a function or a layer object; the operator that ``torch.compile`` sees
 ``sm12x_launch``       a launch: module, workspace, the planner's tactics
 ``sm12x_planner``      default tactics, and why; pairs of tactics, ``profile_ids``
 ``sm12x_autotuner``    tactics that upstream's autotuner has timed
@@ -30,6 +29,6 @@ if TYPE_CHECKING:
 
 
 from .core import moe_step as moe_step
-from .sm12x_moe_layer import SM12xMoELayer as SM12xMoELayer
+from .sm12x_operator import SM12xMoELayer as SM12xMoELayer
 from .sm12x_router import router_logits as router_logits
 from .sm12x_router import router_top_k as router_top_k

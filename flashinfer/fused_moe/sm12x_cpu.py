@@ -19,6 +19,7 @@ from ..quantization.mx_cpu import (
     unswizzle_128x4,
 )
 from ..sm12x.checks import BLOCK_SIZE
+from .sm12x_launch import weight_scales
 from .sm12x_validation import ACTIVATIONS, Activation, Mode, MoECall, MoEProblem
 
 
@@ -86,7 +87,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     """
     experts = problem.num_local_experts
     fc1, fc2 = call.fc1_expert_weights.view(torch.uint8), call.fc2_expert_weights.view(torch.uint8)
-    fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
+    fc1_scales, fc1_global, fc2_scales, fc2_global = weight_scales(call)
     fc1_scales, fc2_scales = (scales.view(torch.uint8).view(experts, -1) for scales in (fc1_scales, fc2_scales))
     x = _activations(problem, call.input, call.input_sf, call.swizzled_input_sf)
     total = torch.zeros((problem.num_tokens, problem.hidden), dtype=torch.float32)

@@ -109,6 +109,14 @@ def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | Non
     return plan
 
 
+def weight_scales(call: MoECall) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Block scales and global scale of FC1, then of FC2, of a valid call."""
+    if len(call.quant_scales) == 2:
+        return call.quant_scales[0], None, call.quant_scales[1], None
+    fc1, fc1_global, fc2, fc2_global = call.quant_scales
+    return fc1, fc1_global, fc2, fc2_global
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as the kernels' module takes packed weights and scales."""
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
@@ -126,7 +134,7 @@ def launch(
         ensure_instance(backend, tactic)
     output = call.output
     assert output is not None
-    fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
+    fc1_scales, fc1_global, fc2_scales, fc2_global = weight_scales(call)
     launched: bool = backend.call(
         moe_module(backend, problem.weights).sm12x_moe_run,
         output,

@@ -12,6 +12,7 @@ from ..jit.sm12x.modules import gen_router_module
 from ..sm12x.backend import kernels, plain_torch
 from ..sm12x.checks import (
     ELEMENT,
+    is_traced,
     require_computing_device,
     require_float,
     require_int,
@@ -21,7 +22,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import define, is_traced
+from ..sm12x.operator import define
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32

@@ -25,6 +25,7 @@ from ..sm12x.checks import (
     UE8M0,
     UE8M0_DTYPES,
     BlockScales,
+    KnownCalls,
     Unchanged,
     are_apart,
     bounds_of,
@@ -79,6 +80,8 @@ class Mode(enum.IntEnum):
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
     W4A16 = 2
     AUTO = 3  # W4A16 or HALF_INPUT, by a call's tokens
+
+    __hash__ = int.__hash__  # each call hashes its problem, and Enum's own is Python
 
     @property
     def activation(self) -> Format:
@@ -148,14 +151,6 @@ class MoECall(NamedTuple):
     top_k: int = 0
     is_padding: torch.Tensor | None = None
     barrier: torch.Tensor | None = None
-
-    @property
-    def weight_scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-        """Block scales and global scale of FC1, then of FC2, of a valid call."""
-        if len(self.quant_scales) == 2:
-            return self.quant_scales[0], None, self.quant_scales[1], None
-        fc1, fc1_global, fc2, fc2_global = self.quant_scales
-        return fc1, fc1_global, fc2, fc2_global
 
 
 class MoEProblem(NamedTuple):
@@ -383,8 +378,8 @@ class CheckedExperts(NamedTuple):
     first_expert: int
     num_experts_total: int
     weights: str
-    bounds: tuple[int, ...] = ()
-    """Of the memory of :func:`expert_tensors`; :func:`~flashinfer.sm12x.checks.bounds_of`."""
+    calls: KnownCalls
+    """The layer's valid calls, by :data:`tensors_of` and :data:`options_of`, each with its :class:`MoEProblem`."""
 
 
 def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
@@ -401,7 +396,8 @@ def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
     most = INT32_MAX // experts
     require_int("ep_size", ep_size, 1, most, f"with {experts} experts a rank, since ids are int32")
     weights = weights_of(Mode(call.moe_mode), call.quant_scales)
-    return CheckedExperts(device, experts, hidden, inter, ep_rank * experts, experts * ep_size, weights)
+    calls = KnownCalls(device, (), WRITTEN)
+    return CheckedExperts(device, experts, hidden, inter, ep_rank * experts, experts * ep_size, weights, calls)
 
 
 def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
@@ -425,9 +421,30 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
             taken = f"{' and '.join(activation.defaults)} alone" if activation.defaults else "no parameters"
             raise ValueError(f"{name} is given; activation_type {activation.name} has {taken}, pass None")
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
-    return layer._replace(bounds=bounds_of([span(each) for each in expert_tensors(call) if each is not None]))
+    bounds = bounds_of([span(each) for each in expert_tensors(call) if each is not None])
+    return layer._replace(calls=KnownCalls(device, bounds, WRITTEN))
 
 
+MOE_TENSORS = (
+    "output",
+    "workspace_buffer",
+    "barrier",
+    "input",
+    "input_sf",
+    "token_selected_experts",
+    "token_final_scales",
+    "router_logits",
+    "is_padding",
+    "next_weights",
+)
+"""The tensors of a call that are not the layer's."""
+WRITTEN = 3
+"""So many of :data:`MOE_TENSORS`, the first ones, are written."""
+tensors_of: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(*map(MoECall._fields.index, MOE_TENSORS))
+options_of: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
+    *map(MoECall._fields.index, ("top_k", "enable_pdl"))
+)
+"""What :func:`validate` looks at of a call beside its tensors and its layer."""
 _options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
     slice(MoECall._fields.index("activation_type"), MoECall._fields.index("tune_max_num_tokens") + 1)
 )
@@ -465,15 +482,19 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     """Check the metadata and addresses of a call and return its sizes.
 
     Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where the caller knows it; calls that bring the same objects again are known here.
+    layer, where the caller knows it; calls that bring the same objects again are known here.  Of a layer's calls with tensors
+    of known dtypes and shapes, only addresses are checked (:class:`~flashinfer.sm12x.checks.KnownCalls`).
 
     Raises
     ------
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    mode, known = MODES[call.moe_mode], checked or _recall(call)
-    layer = known or _check_weights(call, call.input.device)
+    known, tensors, options = checked or _recall(call), tensors_of(call), options_of(call)
+    problem: MoEProblem | None = known.calls.find(tensors, *options) if known else None
+    if problem is not None:
+        return problem
+    mode, layer = MODES[call.moe_mode], known or _check_weights(call, call.input.device)
     device, experts, hidden, inter, first, total, weights, _ = layer
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
     tokens = call.input.shape[0]
@@ -503,16 +524,15 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
         require_read_ahead(call.next_weights, device)
     if call.barrier is not None:
         require_tensor("barrier", call.barrier, [(2,)], [torch.int32], device, alignment=ELEMENT)
-    targets = call.output, call.workspace_buffer, call.barrier
-    written = sum(each is not None for each in targets)
+    written = sum(each is not None for each in tensors[:WRITTEN])
     if written:
-        routing = call.token_selected_experts, call.token_final_scales, call.router_logits, call.is_padding
-        given = *targets, call.input, call.input_sf, *routing, call.next_weights
-        spans = [(start := each.data_ptr(), start + each.nbytes) for each in given if each is not None]
-        if not are_apart(spans, written, layer.bounds):
-            require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
+        spans = [(start := each.data_ptr(), start + each.nbytes) for each in tensors if each is not None]
+        if not are_apart(spans, written, layer.calls.bounds):
+            require_apart(call, dict.fromkeys(MOE_TENSORS[:WRITTEN], ()))
     routed = experts if call.enable_alltoall else total
-    return MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)
+    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)
+    layer.calls.add(problem, tensors, *options)
+    return problem
 
 
 def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> None:

@@ -22,7 +22,7 @@ from ..sm12x.checks import (
     ELEMENT,
     SCALE_WORD,
     describe,
-    is_placed,
+    place_of,
     require_apart,
     require_choice,
     require_computing_device,
@@ -49,10 +49,9 @@ from .sm12x_dense_launch import (
     QUANTIZE_F16_TO_MXFP4,
     DenseCall,
     RowTopK,
-    choose,
-    gemm_operand,
     instance,
     launch,
+    planned_instance,
 )
 from .sm12x_dense_tuning import tuned_instance
 
@@ -145,7 +144,7 @@ def require_tokens(
     """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is 2-D."""
     x, x_scale = call.x, call.x_scale
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
-    if x.shape[1] != columns or not is_placed(x, device):
+    if x.shape[1] != columns or place_of(x, device) is None:
         shapes, what = [(x.shape[0], columns)], f"k as {names.get('weight', 'weight')}'s"
         require_tensor(names.get("x", "x"), x, shapes, [x.dtype], device, what)
     if x_scale is not None:
@@ -340,13 +339,10 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     ValueError
         The errors of :func:`instance`.
     """
-    weights, k = call.weight_format, call.k
-    row = None if call.tactic is None else instance(call.tactic, weights, k, token_format)
+    row = None if call.tactic is None else instance(call.tactic, call.weight_format, call.k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
-    operand = gemm_operand(weights, token_format, backend.device_class)
-    sizes = call.x.shape[0], call.weight.shape[0], k
-    planned = choose(weights, *sizes, backend.device_class, operand, backend.sm_count)
+    planned = planned_instance(backend, call, token_format)
     if not backend.is_cuda or tune.is_idle():
         return planned
     return tuned_instance(backend, call, token_format, planned)

@@ -10,10 +10,10 @@ import torch
 from ..api_logging import flashinfer_api
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.backend import kernels, plain_torch
-from ..sm12x.checks import require_choice, require_float, require_tensor
+from ..sm12x.checks import is_traced, require_choice, require_float, require_tensor
 from ..sm12x.devices import require_served
 from ..sm12x.instances import DENSE_INSTANCES, Instance
-from ..sm12x.operator import define, is_traced
+from ..sm12x.operator import define
 from .sm12x_dense import instance_for, run_served, validate
 from .sm12x_dense_launch import DenseCall, dense_module
 

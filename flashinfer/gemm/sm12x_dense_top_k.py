@@ -9,9 +9,9 @@ import torch
 
 from ..api_logging import flashinfer_api
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
-from ..sm12x.checks import describe, require_choice, require_int
+from ..sm12x.checks import describe, is_traced, require_choice, require_int
 from ..sm12x.instances import Format
-from ..sm12x.operator import define, is_traced
+from ..sm12x.operator import define
 from .sm12x_dense import format_of, run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
 

@@ -12,7 +12,7 @@ import torch
 from ..jit.sm12x.modules import gen_group_gemm_module
 from ..quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, unswizzle_128x4
 from ..sm12x import tune
-from ..sm12x.backend import Backend, kernels, plain_torch, workspace_size
+from ..sm12x.backend import Backend, checks_values, kernels, plain_torch, workspace_size
 from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
@@ -28,7 +28,6 @@ from ..sm12x.checks import (
     require_rank,
     require_tensor,
 )
-from ..sm12x.devices import checks_values
 from ..sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..sm12x.operator import OutputOperator
 

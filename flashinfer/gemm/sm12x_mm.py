@@ -27,13 +27,13 @@ from ..sm12x.checks import (
     ELEMENT,
     describe,
     has_no_shape,
+    is_traced,
     require_computing_device,
     require_memory,
     require_output_dtype,
     require_rank,
     require_tensor_type,
 )
-from ..sm12x.operator import is_traced
 from ..utils import BackendSupportedError
 from .sm12x_dense import OUTPUT_DTYPES, compute, validate
 from .sm12x_dense_launch import DenseCall

@@ -24,9 +24,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, NVFP4_SCALES, describe, padded_scales, require_storage, round_up
+from ..sm12x.checks import BLOCK_SIZE, NVFP4_SCALES, describe, is_traced, padded_scales, require_storage, round_up
 from ..sm12x.checks import swizzled_size as swizzled_size
-from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
 
 ScaleRule = Literal["amax", "mse"]

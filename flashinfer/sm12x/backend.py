@@ -15,6 +15,9 @@ Environment
 -----------
 ``FLASHINFER_VIRTUAL_DEVICE``
     ``sm_121a``: operators on CPU tensors run on the virtual SM121 of ``flashinfer.testing``, for the whole process.
+``FLASHINFER_SM12X_CHECK``
+    ``1``: expert ids, ``swiglu_limit``, ``m_indptr``, sequence lengths and pages are read back and checked before each
+    launch.  This synchronizes with the device, and is skipped while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -126,10 +129,23 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    if VIRTUAL not in sys.modules and not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
-        return None
-    virtual: Backend | None = importlib.import_module(VIRTUAL).active()
+    module = sys.modules.get(VIRTUAL)
+    if module is None:
+        if not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
+            return None
+        module = importlib.import_module(VIRTUAL)
+    virtual: Backend | None = module.active()
     return virtual
+
+
+def checks_values(device: torch.device) -> bool:
+    """Whether tensors' contents are checked: on the CPU always, elsewhere with ``FLASHINFER_SM12X_CHECK=1``."""
+    if device.type == "cpu":
+        return True
+    # Each call asks, and hardly one finds it set: C answers without Python.
+    if not variables.getenv(b"FLASHINFER_SM12X_CHECK"):
+        return False
+    return variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
 
 
 def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) -> int:

@@ -12,7 +12,7 @@ import functools
 import operator
 import reprlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
 ELEMENT = 0  # as an alignment: that of the tensor's own elements
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+Span = tuple[int, int]
+"""A range of memory: its first address, and one past its last."""
 
 
 class BlockScales(NamedTuple):
@@ -69,6 +73,33 @@ def describe(value: Any) -> str:
     if not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__module__}.{type(value).__name__}, {value.dtype} {tuple(value.shape)}"
     return reprlib.repr(value)
+
+
+# --- calls that are not checked here ----------------------------------------------------------------------------------
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str}
+_PLAIN = torch.Tensor.__torch_dispatch__
+# A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def is_traced(call: Sequence[Any]) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass must see this call, so that it goes to the operator."""
+    if torch.compiler.is_compiling() or _modes():
+        return True
+    return not _ORDINARY.issuperset(map(type, call)) and _has_subclass(call)
+
+
+def _has_subclass(values: Sequence[Any]) -> bool:
+    for value in values:
+        if type(value) in _ORDINARY:
+            continue
+        if isinstance(value, (list, tuple)):
+            if _has_subclass(value):
+                return True
+        elif isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not _PLAIN:
+            return True
+    return False
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -220,23 +251,26 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
         raise ValueError(f"{name} is {describe(tensor)}, at no address")
 
 
-def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINTER_ALIGNMENT) -> bool:
-    """Whether a quick check shows that a tensor is contiguous, on ``device``, aligned and in memory.
+def place_of(tensor: torch.Tensor, device: torch.device, alignment: int = POINTER_ALIGNMENT) -> Span | None:
+    """The memory of a tensor that a quick check shows to be contiguous, on ``device``, aligned and in its storage.
 
-    False may also mean that the quick check cannot tell; :func:`require_tensor` then decides.
+    None may also mean that the quick check cannot tell; :func:`require_tensor` then decides.
     """
     try:
         start, storage = tensor.data_ptr(), tensor.untyped_storage()
-        return (
+        end = start + tensor.nbytes
+        if (
             tensor.device == device
             and tensor.is_contiguous()
             and start > 0
             and start % (alignment or tensor.itemsize) == 0
             and not tensor.is_neg()
-            and start + tensor.nbytes <= storage.data_ptr() + storage.nbytes()
-        )
+            and end <= storage.data_ptr() + storage.nbytes()
+        ):
+            return start, end
     except RuntimeError:  # without an address, strides or a storage of its own
-        return False
+        pass
+    return None
 
 
 def is_held(tensor: torch.Tensor, size: int, alignment: int = POINTER_ALIGNMENT) -> bool:
@@ -272,7 +306,7 @@ def require_tensor(
     """
     try:
         if isinstance(value, torch.Tensor) and value.dtype in dtypes and value.shape in shapes:
-            if is_placed(value, device, alignment):
+            if place_of(value, device, alignment):
                 return
             if value.device == device and value.is_contiguous():
                 require_memory(name, value, alignment)
@@ -383,10 +417,6 @@ def require_scales(
 # --- memory that several arguments name -------------------------------------------------------------------------------
 
 
-Span = tuple[int, int]
-"""A range of memory: its first address, and one past its last."""
-
-
 def span(tensor: torch.Tensor) -> Span:
     """The range of memory from a tensor's first byte to its last."""
     start = tensor.data_ptr()
@@ -422,6 +452,69 @@ def are_apart(spans: Sequence[Span], written: int, bounds: Sequence[int]) -> boo
         if behind % 2 or (behind < len(bounds) and bounds[behind] < last):
             return False
     return True
+
+
+_PLAIN_OPTIONS = {int, bool, type(None)}
+
+
+class KnownCalls:
+    """What was found of a layer's valid calls, by the metadata of their tensors: a call signature cache.
+
+    Checks of metadata say the same of the same metadata. So a call with the options of an earlier one, whose tensors have
+    the types, dtypes and shapes of that one's, is valid if its tensors lie where they may, which is asked in each call.
+    No tensor is kept.
+
+    Parameters
+    ----------
+    device : torch.device
+        The layer's.
+    bounds : sequence of int
+        Of the memory of the layer's own tensors (:func:`bounds_of`).
+    written : int
+        So many of a call's tensors, the first ones, are written.
+    """
+
+    MOST = 1024
+    """Signatures that are kept; one more, and all are forgotten."""
+
+    def __init__(self, device: torch.device, bounds: Sequence[int], written: int) -> None:
+        self.bounds = bounds
+        self._device, self._written = device, written
+        self._found: dict[Any, Any] = {}
+
+    def find(self, tensors: Sequence[Any], *options: Any) -> Any:
+        """What :meth:`add` was given for such a call; None: it must be checked, since a quick check cannot tell.
+
+        ``tensors`` are the arguments that must be tensors or None, ``options`` all others that checks look at.
+        """
+        signature, spans = [*options, *map(type, options)], []  # of their types, too: 1 equals True and 1.0
+        try:
+            for tensor in tensors:
+                if tensor is None:
+                    signature.append(None)
+                    continue
+                place = place_of(tensor, self._device)
+                if place is None:
+                    return None
+                spans.append(place)
+                signature.append((type(tensor), tensor.dtype, tensor.shape))
+            found = self._found.get(tuple(signature))
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor, no hash, no shape
+            return None
+        if found is None:
+            return None
+        known, written = found
+        return known if not written or are_apart(spans, written, self.bounds) else None
+
+    def add(self, known: Any, tensors: Sequence[Any], *options: Any) -> None:
+        """Keep what was found of a valid call, which is anything but None, if its options are plain."""
+        if not _PLAIN_OPTIONS.issuperset(map(type, options)):
+            return  # a tensor of one integer may be one; it would be kept
+        if len(self._found) >= self.MOST:
+            self._found.clear()
+        metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]
+        signature = (*options, *map(type, options), *metadata)
+        self._found[signature] = known, sum(each is not None for each in tensors[: self._written])
 
 
 def _bytes(tensor: torch.Tensor) -> int:

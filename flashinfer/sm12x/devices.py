@@ -7,9 +7,6 @@ Environment
     ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
     runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.  Read on every call of a function,
     and by a layer object when its weights are checked.
-``FLASHINFER_SM12X_CHECK``
-    ``1``: expert ids, ``swiglu_limit``, ``m_indptr``, sequence lengths and pages are read back and checked before each
-    launch.  This synchronizes with the device, and is skipped while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -23,13 +20,6 @@ import torch
 from ..utils import get_compute_capability
 from . import variables
 from .device_class import DeviceClass, class_of
-
-
-def checks_values(device: torch.device) -> bool:
-    """Whether tensors' contents are checked: on the CPU always, elsewhere with ``FLASHINFER_SM12X_CHECK=1``."""
-    if device.type == "cpu":
-        return True
-    return variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,11 +14,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str}
-_PLAIN = torch.Tensor.__torch_dispatch__
+from .checks import is_traced
+
 _Call = TypeVar("_Call", bound=NamedTuple)
-# A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
-_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 def define(
@@ -64,25 +62,6 @@ def define(
     registered.register_fake(lambda *arguments: None if fake is None else fake(call(*arguments)))
     traced = getattr(torch.ops.flashinfer, name)
     return lambda arguments: traced(*arguments)
-
-
-def is_traced(call: Sequence[Any]) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass must see this call, so that it goes to the operator."""
-    if torch.compiler.is_compiling() or _modes():
-        return True
-    return _has_subclass(call)
-
-
-def _has_subclass(values: Sequence[Any]) -> bool:
-    for value in values:
-        if type(value) in _ORDINARY:
-            continue
-        if isinstance(value, (list, tuple)):
-            if _has_subclass(value):
-                return True
-        elif isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not _PLAIN:
-            return True
-    return False
 
 
 class OutputOperator(Generic[_Call]):

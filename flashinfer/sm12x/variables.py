@@ -17,8 +17,8 @@ from typing import Any
 
 # C's environment, which os.environ changes too: a call reads two variables that are hardly ever set, and os.environ takes
 # 1 us to say so, by an exception; this takes 0.2 us.
-_getenv = ctypes.PyDLL(None).getenv
-_getenv.restype = ctypes.c_char_p
+getenv = ctypes.PyDLL(None).getenv
+getenv.restype = ctypes.c_char_p
 
 
 class VariableError(ValueError):
@@ -337,7 +337,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
         VariableError: it has none; the message says what it may be.
     """
     variable = TABLE[name]
-    found = _getenv(name.encode()) if environ is None else environ.get(name)
+    found = getenv(name.encode()) if environ is None else environ.get(name)
     if not found:
         return variable.unset
     text = found if isinstance(found, str) else os.fsdecode(found)

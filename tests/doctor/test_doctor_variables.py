@@ -137,7 +137,7 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
     uses: dict[str, Callable[[], object]] = {
         "FLASHINFER_SM12X_MOE": lambda: devices.serves_cuda(0),
         "FLASHINFER_SM12X_VLLM": lambda: settings.resolve({}),
-        "FLASHINFER_SM12X_CHECK": lambda: devices.checks_values(torch.device("cuda", 0)),
+        "FLASHINFER_SM12X_CHECK": lambda: backend.checks_values(torch.device("cuda", 0)),
         "FLASHINFER_SM12X_HALF_MMA": modules.multiplies_in_half,
         "FLASHINFER_ALLOW_SHARED_CACHE": lambda: trust.require_trusted(Path("/")),
         "FLASHINFER_JIT_PREBUILD_MAX_JOBS": lambda: core.build_jit_specs([]),

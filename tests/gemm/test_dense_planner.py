@@ -6,10 +6,19 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from perfmodel import dense, gb10, step
+from recording_backend import RecordingBackend
 
-from flashinfer.gemm.sm12x_dense_launch import choose
-from flashinfer.sm12x.device_class import GB10
+from flashinfer.gemm.sm12x_dense_launch import (
+    BF16,
+    MXFP8_SWIZZLED,
+    DenseCall,
+    choose,
+    gemm_operand,
+    planned_instance,
+)
+from flashinfer.sm12x.device_class import GB10, HOPPER, DeviceClass
 from flashinfer.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MODELS
 
@@ -83,3 +92,23 @@ def test_what_the_planner_changes_at_is_priced(weights: str, activation: Format)
         assert not missing, (
             f"{matrix}, tokens {sorted(missing)}: dense.RUNS says how to renew the file; others stand here"
         )
+
+
+@pytest.mark.parametrize("device", [GB10, HOPPER], ids=lambda device: device.key)
+def test_a_backend_remembers_the_choice_for_each_kind_of_call(device: DeviceClass) -> None:
+    """Calls that differ in one thing, twice each: the second time the answer is what the backend remembers."""
+    backend, chosen = RecordingBackend(None, device), set()
+    for again in (False, True):
+        for tokens in (1, 9, 40, 200, 5000):
+            for weights, columns in (("mxfp4", 1440), ("mxfp8", 2880)):
+                for n in (512, 201088):
+                    for token_format in (BF16, MXFP8_SWIZZLED):
+                        x, weight = torch.empty(tokens, 2880, device="meta"), torch.empty(n, columns, device="meta")
+                        call = DenseCall(None, x, None, weight, weight, weight_format=weights)
+                        operand = gemm_operand(weights, token_format, device)
+                        expected = choose(weights, tokens, n, 2880, device, operand, backend.sm_count)
+                        known = len(backend.memo)
+                        assert planned_instance(backend, call, token_format) is expected
+                        assert len(backend.memo) == known + (not again)
+                        chosen.add(expected)
+    assert len(chosen) > 5

@@ -20,6 +20,7 @@ from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall
 from flashinfer.sm12x import device_class, devices
+from flashinfer.sm12x.backend import checks_values
 from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, is_alone, tactic
 
 
@@ -178,7 +179,7 @@ def test_opting_in_where_there_are_no_kernels_warns(monkeypatch: pytest.MonkeyPa
 def test_switch_with_another_value_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_capability", lambda index: (12, 1))
     monkeypatch.setenv(name, "yes")
-    read = devices.checks_values if name.endswith("CHECK") else devices.serves
+    read = checks_values if name.endswith("CHECK") else devices.serves
     with pytest.raises(ValueError, match=f"^{name} is 'yes'; it may be 0, 1 or unset"):
         read(torch.device("cuda", 0))
 
@@ -187,12 +188,12 @@ def test_value_check_follows_its_switch_and_not_a_capture(monkeypatch: pytest.Mo
     cuda = torch.device("cuda", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert not devices.checks_values(cuda)
+    assert not checks_values(cuda)
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
-    assert devices.checks_values(cuda)
+    assert checks_values(cuda)
     capturing = True
-    assert not devices.checks_values(cuda)
-    assert devices.checks_values(torch.device("cpu"))
+    assert not checks_values(cuda)
+    assert checks_values(torch.device("cpu"))
 
 
 def test_a_call_holds_every_argument_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

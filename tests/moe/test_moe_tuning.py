@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from flashinfer.autotuner import AutoTuner, autotune
 from moe_recording import RecordingModule, layer_arguments, logged
 
 import flashinfer
+from flashinfer.fused_moe import SM12xMoELayer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.sm12x import device_class, instances
@@ -51,12 +54,17 @@ def profiler(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> Profil
 
 
 def caller(
-    module: RecordingModule, mode: int = 0, num_tokens: int = MOST_TOKENS, **options: Any
+    module: RecordingModule, mode: int = 0, num_tokens: int = MOST_TOKENS, by_object: bool = False, **options: Any
 ) -> Callable[[], tuple[int, int]]:
-    arguments = layer_arguments(mode, num_tokens=num_tokens)
+    arguments = {**layer_arguments(mode, num_tokens=num_tokens), "tune_max_num_tokens": MOST_TOKENS, **options}
+    call = functools.partial(flashinfer.cutlass_fused_moe, **arguments)
+    if by_object:
+        of_a_call = inspect.signature(SM12xMoELayer.run).parameters
+        layer = SM12xMoELayer(**{name: value for name, value in arguments.items() if name not in of_a_call})
+        call = functools.partial(layer.run, **{name: arguments[name] for name in arguments.keys() & of_a_call.keys()})
 
     def tactics() -> tuple[int, int]:
-        flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS, **options)
+        call()
         return module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
 
     return tactics
@@ -73,12 +81,13 @@ def two_others(mode: int, default: tuple[int, int]) -> tuple[int, int]:
     return free[0], free[-1]
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize(("mode", "by_object"), [(0, False), (1, False), (2, False), (2, True)])
 def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
-    mode: int, module: RecordingModule, profiler: Profiler, tmp_path: Path
+    mode: int, by_object: bool, module: RecordingModule, profiler: Profiler, tmp_path: Path
 ) -> None:
-    """And kept for another process, which has nothing but the file: the tuner is emptied."""
-    tactics, cache = caller(module, mode), str(tmp_path / "tactics.json")
+    """And kept for another process, which has nothing but the file: the tuner is emptied. Calls are all alike, so that
+    none but the first one's arguments are checked in full; the tuner is asked in each."""
+    tactics, cache = caller(module, mode, by_object=by_object), str(tmp_path / "tactics.json")
     default = tactics()
     wanted = two_others(mode, default)
     profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}

@@ -26,8 +26,8 @@ from operator_calls import (
 
 from flashinfer.decode import DecodeAttentionLayer
 from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_validation
-from flashinfer.gemm import DenseLayer
-from flashinfer.sm12x.checks import Unchanged
+from flashinfer.gemm import DenseLayer, sm12x_dense_layer
+from flashinfer.sm12x.checks import KnownCalls, Unchanged, bounds_of, span
 
 
 def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -375,6 +375,130 @@ def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
     for others in ((None, second), (None, first.view(4)), (first, None), (first, first), (None,), (None, first, None)):
         assert not unchanged.holds(*others)
     assert unchanged.holds(None, first)
+
+
+def test_each_fact_of_a_known_call_is_asked() -> None:
+    """One change at a time of a call that is known, with everything else as it was."""
+    cpu, own = torch.device("cpu"), torch.zeros(64)
+    written, read = torch.zeros(4, 8), torch.zeros(4, 8)
+    calls = KnownCalls(cpu, bounds_of([span(own)]), written=1)
+    assert calls.find((written, read, None), 1) is None
+    calls.add("known", (written, read, None), 1)
+    resized = torch.zeros(4, 8)
+    resized.untyped_storage().resize_(4)
+    # As what is written and as what is read.
+    others = {
+        "type": torch.nn.Parameter(read),
+        "dtype": read.view(torch.int32),
+        "shape": torch.zeros(8, 4),
+        "rank": torch.zeros(32),
+        "strides": torch.zeros(8, 4).t(),
+        "address": torch.zeros(33)[1:].view(4, 8),
+        "negative bit": torch._neg_view(torch.zeros(4, 8)),
+        "storage": resized,
+        "device": torch.zeros(4, 8, device="meta"),
+        "layout": torch.zeros(4, 8).to_sparse(),
+        "no shape": torch.nn.UninitializedParameter(),
+        "absent": None,
+        "no tensor": "tensor",
+        "another library's": torch.zeros(4, 8).numpy(),
+    }
+    for what, other in others.items():
+        assert calls.find((other, read, None), 1) is None, what
+        assert calls.find((written, other, None), 1) is None, what
+    row = torch.zeros(5, 8)
+    for what, first, second in (
+        ("the tensor that is read", read, read),
+        ("a row of it", row[1:], row[:4]),
+        ("the layer's", own[16:48].view(4, 8), read),
+    ):
+        assert calls.find((first, second, None), 1) is None, what
+    assert calls.find((written, read, read), 1) is None
+    for options in ((2,), (True,), (1.0,), ([1],), (), (1, 1)):
+        assert calls.find((written, read, None), *options) is None, options
+    for option in ([1], torch.tensor(1)):
+        calls.add("known", (written, read, None), option)
+        assert calls.find((written, read, None), option) is None
+    elsewhere = KnownCalls(torch.device("meta"), (), written=1)
+    elsewhere.add("known", (written, read, None), 1)
+    assert elsewhere.find((written, read, None), 1) is None
+    for right in ((torch.ones(4, 8), torch.ones(4, 8), None), (written, own[16:48].view(4, 8), None)):
+        assert calls.find(right, 1) == "known"
+
+
+def test_many_kinds_of_calls_are_known_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownCalls, "MOST", 3)
+    calls = KnownCalls(torch.device("cpu"), (), written=0)
+    for rows in range(1, 6):
+        calls.add(rows, (torch.zeros(rows),))
+        assert calls.find((torch.ones(rows),)) == rows
+    known = [rows for rows in range(1, 6) if calls.find((torch.zeros(rows),)) is not None]
+    assert known == [4, 5]
+
+
+# A module, and a function of its that calls in full checks of each call, by the layer's class.
+IN_FULL = {
+    SM12xMoELayer: (sm12x_validation, "require_pairs"),
+    DenseLayer: (sm12x_dense_layer, "require_tokens"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [(name, "object") for name, layer in LAYERS.items() if layer.made in IN_FULL]
+    + [(name, "function") for name, layer in LAYERS.items() if layer.made is SM12xMoELayer],
+)
+def test_calls_of_one_kind_are_checked_in_full_once(name: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their tensors are; again where the number of tokens is another, and where the layer's memory is."""
+    layer = LAYERS[name]
+    checked: list[Any] = []
+    module, check = IN_FULL[layer.made]
+    original = getattr(module, check)
+    monkeypatch.setattr(module, check, lambda *given: checked.append(given) or original(*given))
+    arguments = layer.make()
+    run = layer.of(arguments) if by == "object" else moe_step
+
+    def new(rows: int | None = None) -> Arguments:
+        """The call's arguments, each a tensor of its own, of its first tokens."""
+        made = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in layer.given(arguments).items()
+        }
+        if rows is not None:
+            of_tokens = {"input", "x", "output", "out", "residual", "router_logits", "is_padding"}
+            of_tokens |= {"token_selected_experts", "token_final_scales"}
+            made = {key: value[:rows].clone() if key in of_tokens else value for key, value in made.items()}
+        return {**layer.kept(arguments), **made}
+
+    for _ in range(3):
+        run(**new())
+    assert len(checked) == 1
+    one = not {"x_scale", "input_sf"} & arguments.keys()
+    if one:  # else scales would be of as many tokens
+        for _ in range(3):
+            run(**new(1))
+    run(**new())
+    assert len(checked) == 1 + one
+    tensor = get_tensor(arguments, places(layer.kept(arguments))[0])
+    tensor.data = tensor.data.clone()
+    for _ in range(3):
+        run(**new())
+    assert len(checked) == 2 + one
+
+
+@pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if layer.made in IN_FULL])
+def test_a_layer_keeps_no_tensor_of_a_call(name: str) -> None:
+    layer = LAYERS[name]
+    arguments = layer.make()
+    run = layer.of(arguments)
+    kept, given = layer.kept(arguments), layer.given(arguments)
+    run(**arguments)
+    known = [weakref.ref(get_tensor(given, place)) for place in places(given)]
+    del arguments, given
+    gc.collect()
+    assert known
+    assert kept
+    assert not any(each() is not None for each in known)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -75,7 +75,7 @@ def default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int
 
 
 # take flashinfer/fused_moe/sm12x_planner.py: computes_layer go_together resolved_pair wanted_tactics
-# take flashinfer/fused_moe/sm12x_launch.py: as_bytes launch
+# take flashinfer/fused_moe/sm12x_launch.py: as_bytes weight_scales launch
 # take flashinfer/sm12x/tune.py: Runner unit_scales config
 # take flashinfer/fused_moe/sm12x_autotuner.py: OPERATORS _ROUTING_SEED SM12xMoERunner tuned_tactics
 # take flashinfer/fused_moe/core.py: _reject_foreign_options _selected _workspace_problem
