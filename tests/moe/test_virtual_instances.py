@@ -69,7 +69,9 @@ TOKENS = {8: 56, 16: 100, 24: 114, 32: 130, 40: 134, 64: 160, 128: 300}
 SMS_OF_TOKENS = 48  # blocks have such shares with so many SMs
 EACH_EIGHT_BIT = pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=lambda row: row.name)
 EACH_SIXTEEN_BIT = pytest.mark.parametrize(
-    "instance", [pytest.param(row, marks=pytest.mark.races) for row in SIXTEEN_BIT], ids=[row.name for row in SIXTEEN_BIT]
+    "instance",
+    [pytest.param(row, marks=pytest.mark.races) for row in SIXTEEN_BIT],
+    ids=[row.name for row in SIXTEEN_BIT],
 )
 EACH_MODE = pytest.mark.parametrize(
     ("mode", "instance"),

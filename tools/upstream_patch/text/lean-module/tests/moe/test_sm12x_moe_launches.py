@@ -77,7 +77,9 @@ def test_nothing_is_written_behind_a_workspace_or_to_an_input(row, device):
         size = arguments["workspace"].numel()
         memory = torch.full((256 + size + 256,), 0x5A, dtype=torch.uint8, device=device)
         written = {"workspace": memory[256 : 256 + size]}
-        tensors = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor) and name != "output"}
+        tensors = {
+            name: each for name, each in arguments.items() if isinstance(each, torch.Tensor) and name != "output"
+        }
         before = {name: each.clone() for name, each in tensors.items() if name != "workspace"}
         launch(arguments | written)
         assert (memory[:256] == 0x5A).all() and (memory[256 + size :] == 0x5A).all()

@@ -119,9 +119,7 @@ def run_moe(
     return launch(arguments).to(inputs.input.device)
 
 
-def check_moe(
-    device: torch.device, case: MoECase, seed: int, tactics: Optional[Sequence[int]] = None
-) -> MoEInputs:
+def check_moe(device: torch.device, case: MoECase, seed: int, tactics: Optional[Sequence[int]] = None) -> MoEInputs:
     """A layer within its bound, and the same bits over other bytes in the workspace; its inputs."""
     print("seed", seed)
     if tactics:
