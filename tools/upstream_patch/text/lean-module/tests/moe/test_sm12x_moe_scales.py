@@ -45,7 +45,8 @@ FOLDING = [row for row in MAIN_MODULE if row.operand == "bf16"] + MAIN_MODULE[:1
 # enough to be multiplied while weights are expanded; with one half much larger than the
 # other such decisions differ between groups.
 
-# take tests/sm12x/test_virtual_halves.py: SEED BLOCK Half ROWS BLOCKS TOKENS halves stretch e4m3_of test_a_layer
+# take tests/sm12x/test_virtual_halves.py: SEED BLOCK Half One exponents_of ROWS BLOCKS ONES TOKENS halves stretch
+# take tests/sm12x/test_virtual_halves.py: e4m3_of test_a_layer
 
 
 # --- beyond float32 -------------------------------------------------------------------
