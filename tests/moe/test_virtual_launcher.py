@@ -22,7 +22,7 @@ import torch
 from bindings import in_order
 from virtual_devices import virtual_fixture
 from virtual_group_gemm import launch_group_gemm
-from virtual_moe import arguments_of, problem_of, register_instance, run_moe
+from virtual_moe import arguments_of, moe_module, problem_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -55,8 +55,8 @@ MODES = [mode for mode in Mode if mode is not Mode.AUTO]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("as_bf16", [False, True])
-def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, as_bf16: bool) -> None:
-    size_of = device.module(gen_cutlass_fused_moe_sm120_module).sm12x_moe_workspace_size
+def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: int, as_bf16: bool) -> None:
+    size_of = moe_module(device).sm12x_moe_workspace_size
     for hidden, inter, experts, top_k in ((2880, 2880, 128, 4), (64, 32, 3, 3), (2048, 768, 128, 8), (96, 96, 8, 1)):
         sizes = [size_of(tokens, hidden, inter, experts, top_k, int(mode), as_bf16) for tokens in range(1, 2049)]
         smaller = [n for n, (one, next_) in enumerate(zip(sizes, sizes[1:], strict=False), start=1) if next_ < one]

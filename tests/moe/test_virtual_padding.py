@@ -73,4 +73,13 @@ def test_padding_between_tokens(device: VirtualDevice, mode: int, tactic: int, t
     print(f"{used:.1%} of the bound")
     assert not output[[0, 4, tokens - 1]].any()
     assert output[2].any() or rank is not None
+
+
+@pytest.mark.parametrize(("mode", "tactic"), tactics())
+def test_padding_of_an_all_to_all_is_the_same(device: VirtualDevice, mode: int, tactic: int) -> None:
+    case = MoECase(FEW, HIDDEN, INTER, EXPERTS, TOP_K, mode, weights=INSTANCES[tactic].weights)
+    inputs = make_moe_inputs(case, 840 + tactic)
+    inputs.token_selected_experts[4] = -1
+    inputs.token_selected_experts[2, 1] = -1
+    output = layer(device, inputs, tactic)
     assert torch.equal(layer(device, inputs, tactic, enable_alltoall=True), output)

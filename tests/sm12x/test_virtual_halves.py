@@ -58,20 +58,40 @@ class Half(NamedTuple):
 
     def exponents(self, rows: int, blocks: int, seed: int) -> torch.Tensor:
         """UE8M0 bytes: of the large half above 128, which no expansion folds; of a sum's terms none is lost."""
-        low, high = (116, 130) if self.axis == 0 else (125, 130)
-        uneven = (11 * torch.arange(rows)[:, None] + 7 * torch.arange(blocks) + seed) // 3 % 2
-        return (torch.where(self.of(rows, blocks), high, low) + uneven).to(torch.uint8)
+        return exponents_of(self.of(rows, blocks), 116 if self.axis == 0 else 125, seed)
+
+
+class One(NamedTuple):
+    """One block of one row, which is counted from the end if it is negative."""
+
+    row: int
+    block: int
+
+    def exponents(self, rows: int, blocks: int, seed: int) -> torch.Tensor:
+        """The same: of all scales that a warp decides about one is large."""
+        large = torch.zeros(rows, blocks, dtype=torch.bool)
+        large[self.row, self.block] = True
+        return exponents_of(large, 125, seed)
+
+
+def exponents_of(large: torch.Tensor, low: int, seed: int) -> torch.Tensor:
+    """``low`` or one more where nothing is large, else 130 or 131."""
+    rows, blocks = large.shape
+    uneven = (11 * torch.arange(rows)[:, None] + 7 * torch.arange(blocks) + seed) // 3 % 2
+    return (torch.where(large, 130, low) + uneven).to(torch.uint8)
 
 
 ROWS = [Half(0, bit, value) for bit in range(7) for value in (0, 1)]
 BLOCKS = [Half(1, bit, value) for bit in range(3) for value in (0, 1)]
+# Of both groups of rows of each of a warp's MMAs: these have rows 64 apart, or one of up and one of gate.
+ONES = [One(3, 0), One(12, 5), One(67, 2), One(76, 7), One(-61, 4), One(-52, 1)]
 TOKENS = [half for half in (*ROWS, *BLOCKS) if half.bit < 6]
 
 
-def halves() -> Iterator[tuple[Half, Half, int]]:
-    """Halves of weights and of tokens, and a seed: each half at least once."""
+def halves() -> Iterator[tuple[Half | One, Half, int]]:
+    """Halves, or ones, of weights and halves of tokens, and a seed: each at least once."""
     tokens = itertools.cycle(TOKENS)
-    for seed, weights in enumerate((*ROWS, *BLOCKS), start=SEED):
+    for seed, weights in enumerate((*ROWS, *BLOCKS, *ONES), start=SEED):
         yield weights, next(tokens), seed
 
 

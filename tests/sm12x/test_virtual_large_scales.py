@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +17,20 @@ import torch
 
 import flashinfer
 from flashinfer.gemm import dense_block_scaled
-from flashinfer.quantization import mx_cpu
 from flashinfer.testing import (
     ANY_ORDER,
     TENSOR_CORE,
+    Accumulation,
     DenseCase,
     MoECase,
+    MoEInputs,
     check_within_bound,
     dense_reference,
     make_dense_inputs,
     make_moe_inputs,
     moe_reference,
+    swizzle_scales,
+    unswizzle_scales,
 )
 from flashinfer.testing.virtual_device import virtual_device
 
@@ -39,10 +43,10 @@ def _on(virtual: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def _with_bytes(swizzled: torch.Tensor, rows: int, blocks: int, changed: dict[tuple[int, int], int]) -> torch.Tensor:
-    linear = mx_cpu.unswizzle_128x4(swizzled, rows, blocks).clone()
+    linear = unswizzle_scales(swizzled, rows, blocks).clone()
     for place, byte in changed.items():
         linear[place] = byte
-    return mx_cpu.swizzle_128x4(linear).view(swizzled.shape)
+    return swizzle_scales(linear).view(swizzled.shape)
 
 
 # The least byte with which an element of the format is beyond float32, one below, and the largest.
@@ -81,7 +85,17 @@ def test_an_output_of_weights_beyond_float32_is_infinite_nan_or_right(
 def test_an_expert_with_weights_beyond_float32_spoils_its_own_outputs_alone(
     mode: int, tokens: int, virtual: bool
 ) -> None:
-    """Expert 1 has them in FC1, expert 2 in a row of FC2."""
+    def layer(inputs: MoEInputs) -> torch.Tensor:
+        with _on(virtual):
+            return flashinfer.cutlass_fused_moe(**inputs.arguments())
+
+    check_experts_beyond_float32(layer, mode, tokens, TENSOR_CORE if virtual else ANY_ORDER)
+
+
+def check_experts_beyond_float32(
+    layer: Callable[[MoEInputs], torch.Tensor], mode: int, tokens: int, accumulation: Accumulation
+) -> None:
+    """Expert 1 has such weights in FC1, expert 2 in a row of FC2."""
     hidden, inter, experts = 96, 64, 4
     print("seed", SEED)
     inputs = copy.copy(make_moe_inputs(MoECase(tokens, hidden, inter, experts, 1, mode), SEED))
@@ -90,9 +104,8 @@ def test_an_expert_with_weights_beyond_float32_spoils_its_own_outputs_alone(
     fc1[1] = _with_bytes(fc1[1], 2 * inter, hidden // 32, {(5, 1): 254, (70, 0): 253})
     fc2[2] = _with_bytes(fc2[2], hidden, inter // 32, {(9, 0): 254})
     inputs.fc1_scales, inputs.fc2_scales = fc1.view(inputs.fc1_scales.dtype), fc2.view(inputs.fc2_scales.dtype)
-    with _on(virtual):
-        out = flashinfer.cutlass_fused_moe(**inputs.arguments())
-    reference, bound = moe_reference(inputs, TENSOR_CORE if virtual else ANY_ORDER)
+    out = layer(inputs)
+    reference, bound = moe_reference(inputs, accumulation)
     spoilt = torch.zeros_like(out, dtype=torch.bool)
     spoilt[1::experts], spoilt[2::experts, 9] = True, True
     assert torch.isfinite(bound[~spoilt]).all()

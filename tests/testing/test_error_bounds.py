@@ -148,6 +148,10 @@ def test_check_within_bound_compares_rounded_ends() -> None:
         check_within_bound(good[:2], reference, bound)
 
 
+def layer(inputs: MoEInputs) -> torch.Tensor:
+    return flashinfer.cutlass_fused_moe(**inputs.arguments())
+
+
 # Planted faults: each is a mistake that a kernel can make.  Lattice data makes FC1 exact, so that one wrong block shows.
 def _swap_nibbles(inputs: MoEInputs) -> None:
     byte = inputs.fc2_weights[0, 5, 3].item()
@@ -178,11 +182,11 @@ def test_planted_fault_leaves_the_bound(fault: str, mode: int) -> None:
     case = MoECase(24, 352, 416, 4, 2, mode, data="lattice", output_dtype=torch.float16)
     inputs = make_moe_inputs(case, 9)
     reference, bound = moe_reference(inputs)
-    check_within_bound(flashinfer.cutlass_fused_moe(**inputs.arguments()), reference, bound)
+    check_within_bound(layer(inputs), reference, bound)
     faulty = _copy(inputs)
     FAULTS[fault](faulty)
     with pytest.raises(BoundViolation):
-        check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
+        check_within_bound(layer(faulty), reference, bound)
 
 
 @pytest.mark.parametrize("mode", [0, 2])
@@ -192,7 +196,7 @@ def test_wrong_tile_of_ordinary_data_leaves_the_bound(mode: int) -> None:
     faulty = _copy(inputs)
     FAULTS["a tile"](faulty)
     with pytest.raises(BoundViolation):
-        check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
+        check_within_bound(layer(faulty), reference, bound)
 
 
 def test_bound_is_a_small_part_of_the_result() -> None:
@@ -211,4 +215,4 @@ def test_where_float32_can_overflow_nothing_is_asked() -> None:
     assert torch.isinf(bound[2]).all()
     others = [0, 1, 3, 4, 5]
     assert torch.isfinite(bound[others]).all()
-    check_within_bound(flashinfer.cutlass_fused_moe(**inputs.arguments()), reference, bound)
+    check_within_bound(layer(inputs), reference, bound)

@@ -78,6 +78,7 @@ def without_fork(jit_cache: Path) -> Run:
     the environment has ``VIRTUAL_GPU_PTX_ONLY``, which is half of the time.
     """
     from flashinfer.jit import cpp_ext
+    from flashinfer.jit.sm12x import inspect_sass
 
     compiler = cpp_ext.find_toolkit().nvcc
     nvcc = jit_cache / "nvcc"
@@ -106,6 +107,8 @@ def without_fork(jit_cache: Path) -> Run:
         }
         if kernels:
             settings |= {
+                # cuobjdump, where a toolkit from PyPI has it.
+                "PATH": os.pathsep.join((os.environ["PATH"], str(inspect_sass.find_tool().parent))),
                 # Headers that the compiler's own toolkit lacks: upstream's quantization kernels include cuRAND's.
                 "CPATH": os.pathsep.join(map(str, cpp_ext.find_toolkit().include_dirs[1:])),
                 "FLASHINFER_NVCC": str(nvcc),

@@ -150,7 +150,8 @@ def _on_the_device(function: Callable[..., Any]) -> Callable[..., Any]:
             if launch.status != "ok" or any(report.kind not in KNOWN for report in launch.reports)
         ]
         if wrong or failure is not None:
-            raise RuntimeError("\n".join([*wrong, _runtime.take_message()])) from failure
+            said = [] if failure is None else [str(failure)]
+            raise RuntimeError("\n".join([*said, *wrong, _runtime.take_message()])) from failure
         return result
 
     return call

@@ -36,11 +36,17 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there.
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there, and a
+    virtual device the GPU.
 
     ``__doc__`` is a module's docstring.
     """
-    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()).replace("upstream's", "the"), text)
+
+    def taken(match: re.Match[str]) -> str:
+        found = definitions(match[1], match[2].split())
+        return found.replace("upstream's", "the").replace("VirtualDevice", "torch.device")
+
+    return _TAKE.sub(taken, text)
 
 
 def definitions(source: str, names: Iterable[str]) -> str:
@@ -84,7 +90,8 @@ def _defined(node: ast.stmt) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    names = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return {name.id for name in names if isinstance(name, ast.Name)}
 
 
 # --- C++ --------------------------------------------------------------------------------------------------------------
