@@ -380,6 +380,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ]
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
     allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)
+    if min(arguments.windows) < 1:
+        parser.error(f"--windows: {arguments.windows}; a step computes at least one token of a sequence")
     for weights in arguments.dense:
         beside = TOKENS_BESIDE[weights]
         if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):

@@ -104,7 +104,7 @@ class SM12xAutoExperts(SM12xExperts):
         from flashinfer.fused_moe import SM12xMoELayer
 
         scales = self._scales()
-        of = (w1, w2, *scales, self.w1_bias, self.w2_bias)
+        of = (w1, w2, *scales, self.w1_bias, self.w2_bias, activation)
         if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
             return self._made
         self._made = SM12xMoELayer(

@@ -33,7 +33,8 @@ tests check A8."""
 def choosing_alike(one: Model, other: Model, step: Step) -> torch.Tensor:
     """Rows of the logits, bool, whose tokens got the same experts in every layer of both models' last steps.
 
-    Rounding may turn a close choice, and the token's logits then differ by more than any rounding.
+    Rounding may turn a close choice, and the token's logits then differ by more than any rounding. It turns few: where
+    more than half differ, something is wrong.
     """
     pairs = zip(one.chosen_experts(), other.chosen_experts(), strict=True)
     same = torch.stack([(a.sort().values == b.sort().values).all(1) for a, b in pairs]).all(0)
@@ -97,7 +98,7 @@ def check(
             try:
                 logits, _ = tried.step(step, batch, caches)
                 alike = choosing_alike(tried, reference, step)
-                off = relative_error(logits[alike], expected[alike]) if alike.any() else float("inf")
+                off = relative_error(logits[alike], expected[alike]) if 2 * alike.sum() >= len(alike) else float("inf")
                 agrees = off <= TOLERANCE
                 wrong |= not agrees
                 lines.append([*line, f"{off:.4f}{'' if agrees else ' DISAGREES'}"])

@@ -467,7 +467,12 @@ def _recall(call: MoECall) -> CheckedExperts | None:
     if known is None or type(call.quant_scales) not in (list, tuple):
         return None
     unchanged, options, checked = known
-    same = all(map(operator.is_, options, _options(call))) and checked.device == call.input.device
+    given = _options(call)
+    # Of equal type, too: 1 equals True and 1.0. The dispatcher makes numbers of its own.
+    same = all(map(operator.is_, options, given)) or (
+        all(map(operator.is_, map(type, options), map(type, given))) and options == given
+    )
+    same = same and checked.device == call.input.device
     return checked if same and unchanged.holds(*expert_tensors(call)) else None
 
 

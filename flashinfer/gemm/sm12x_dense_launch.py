@@ -174,15 +174,16 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
 
 
 def planned_instance(backend: Backend, call: DenseCall, token_format: int) -> Instance | None:
-    """The planner's choice for a valid call, which the backend remembers; None as in :func:`choose`."""
-    weights, tokens, shape = call.weight_format, call.x.shape[0], call.weight.shape
-    key = "dense plan", weights, token_format, tokens, shape
-    if key not in backend.memo:
-        device = backend.device_class
-        operand = gemm_operand(weights, token_format, device)
-        backend.memo[key] = choose(weights, tokens, shape[0], call.k, device, operand, backend.sm_count)
-    planned: Instance | None = backend.memo[key]
-    return planned
+    """The planner's choice for a valid call; None as in :func:`choose`."""
+    sizes = call.x.shape[0], call.weight.shape[0], call.k
+    return _planned(call.weight_format, token_format, *sizes, backend.device_class, backend.sm_count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    weights: str, token_format: int, tokens: int, n: int, k: int, device: DeviceClass, sm_count: int
+) -> Instance | None:
+    return choose(weights, tokens, n, k, device, gemm_operand(weights, token_format, device), sm_count)
 
 
 def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> Instance:

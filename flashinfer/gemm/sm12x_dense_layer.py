@@ -110,10 +110,11 @@ class DenseLayer:
         require_rank("weight", weight, 2)
         require_computing_device("weight", weight)
         require_served("DenseLayer", weight.device)
-        self._k = require_weight(self._call(weight), weight.device, _AS_HERE)
-        self._device, self._weights = weight.device, Unchanged(*self._operands)
+        k = require_weight(self._call(weight), weight.device, _AS_HERE)
         bounds = bounds_of([span(each) for each in self._operands if each is not None])
-        self._calls = KnownCalls(weight.device, bounds, written=1)  # the output
+        unchanged, calls = Unchanged(*self._operands), KnownCalls(weight.device, bounds, written=1)  # the output
+        # Last of all that the weight is known: what ends this before, or another thread meanwhile, checks again.
+        self._k, self._device, self._calls, self._weights = k, weight.device, calls, unchanged
 
     @flashinfer_api
     def run(

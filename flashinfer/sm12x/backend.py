@@ -129,12 +129,10 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    module = sys.modules.get(VIRTUAL)
-    if module is None:
-        if not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
-            return None
-        module = importlib.import_module(VIRTUAL)
-    virtual: Backend | None = module.active()
+    if VIRTUAL not in sys.modules and not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
+        return None
+    # Not as it stands in sys.modules, where another thread may be importing it.
+    virtual: Backend | None = importlib.import_module(VIRTUAL).active()
     return virtual
 
 

@@ -474,7 +474,7 @@ class KnownCalls:
         So many of a call's tensors, the first ones, are written.
     """
 
-    MOST = 1024
+    MOST = 128
     """Signatures that are kept; one more, and all are forgotten."""
 
     def __init__(self, device: torch.device, bounds: Sequence[int], written: int) -> None:

@@ -6,7 +6,7 @@ Environment
 ``FLASHINFER_SM12X_MOE``
     ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
     runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.  Read on every call of a function,
-    and by a layer object when its weights are checked.
+    or when that is traced, and by a layer object when its weights are checked.
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ def test_make_prints_nothing_of_its_own(target: str, words: str, tmp_path: Path)
     python.chmod(0o755)
     done = [word for what in ("compiler", "env", "emulator") for word in ("-o", what)]
     command = ["make", *done, target, f"VENV={tmp_path}", f"PYTEST_ARGS={HOST_FILE} -x", "TEST_JOBS=2"]
-    # If "make test" runs this test, these variables would have the inner make print the folder that it enters.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
-    }
+    # If "make test DAYS=7" runs this test, these variables would have the inner make print the folder that it enters,
+    # and give it the outer one's variables.
+    outer = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "DAYS")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     shown = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True).stdout
     assert shown.startswith("tools/run_tests.py ")
     assert " ".join(f"--jobs 2 {words} {HOST_FILE} -x".split()) in shown

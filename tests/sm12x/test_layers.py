@@ -294,6 +294,10 @@ def test_a_function_checks_experts_once_and_when_something_changed(name: str, mo
         for _ in range(3):
             cutlass_fused_moe(**arguments)
         assert len(checked) == number, place
+    number = len(checked)
+    for _ in range(3):  # an equal number that is another object, as a traced call's are
+        cutlass_fused_moe(**arguments, tune_max_num_tokens=int("8192"))
+    assert len(checked) == number
     with pytest.raises(TypeError, match=r"^ep_size is 1\.0"):
         cutlass_fused_moe(**{**arguments, "ep_size": 1.0})  # equal to 1, and no integer
     moved = {**arguments, "fc1_expert_biases": arguments["fc2_expert_biases"]}

@@ -58,7 +58,15 @@ from .diagnosis import (
 )
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
-from .trust import PRIVATE, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically
+from .trust import (
+    PRIVATE,
+    UntrustedCacheError,
+    make_folder,
+    read_file,
+    require_trusted,
+    require_trusted_tree,
+    write_atomically,
+)
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -460,19 +468,22 @@ class _Attempt:
     def _missing(self) -> list[str]:
         return [path for path, made in self._objects.items() if not made.is_file()]
 
-    def _take_from_other_modules(self) -> dict[str, int]:
-        """Link what is missing and another module has: by its key, compiling would make the same. What of it spills."""
-        spilling: dict[str, int] = {}
+    def _take_from_other_modules(self) -> None:
+        """Link what is missing and another module has: by its key, compiling would make the same."""
         for path in self._missing():
             for made in self._plan.folder.parent.glob(f"*/obj/{glob.escape(path)}"):
-                require_trusted(made)
+                try:
+                    require_trusted(made)
+                except UntrustedCacheError as error:  # of another module: this one needs it no more than a compiler
+                    _logger.warning("%s is not taken for %s: %s", made, self._plan.name, error)
+                    continue
                 # It is compiled where it is gone meanwhile, and where the file system has no hard links.
                 with contextlib.suppress(OSError):
                     if made.is_file() and made.stat().st_size:
                         os.link(made, self._objects[path])
-                        spilling |= {each: size for each, size in _spilling(made.parents[2]).items() if each == path}
+                        if spilled := _spilling(made.parents[2]).get(path):
+                            _note_spills(self._plan, {path: spilled})
                         break
-        return spilling
 
     def make(self) -> bool:
         """Build; return whether the library is complete. False: a file was edited meanwhile, so the keys have
@@ -484,12 +495,12 @@ class _Attempt:
             make_folder((self._scratch / path).parent)
             if made.is_file() and not made.stat().st_size:  # written just before the system lost its power
                 made.unlink()
-        spilling = self._take_from_other_modules()
+        self._take_from_other_modules()
         missing = self._missing()
         self._steps = len(missing) + 1
         write_atomically(plan.ninja_path, self._keys.ninja_text)
         try:
-            _note_spills(plan, spilling)  # and those of a build that was killed
+            _note_spills(plan, {})  # those of a build that was killed
             plan.log.unlink(missing_ok=True)
             plan.log.touch(mode=0o644)
             with open(plan.log, "w", encoding="utf-8", errors="replace") as log:

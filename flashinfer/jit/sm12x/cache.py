@@ -85,7 +85,8 @@ def _sizes(folder: Path) -> Iterator[int]:
         for name in names:
             with suppress(OSError):  # a compiler has just removed it
                 state = os.lstat(os.path.join(parent, name))
-                yield 0 if stat.S_ISLNK(state.st_mode) else state.st_size
+                # Of an object that several modules have, a share.
+                yield 0 if stat.S_ISLNK(state.st_mode) else state.st_size // state.st_nlink
 
 
 def chosen(modules: list[CachedModule], name: str | None, older_than_days: float | None) -> list[CachedModule]:

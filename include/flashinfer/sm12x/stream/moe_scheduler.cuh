@@ -43,6 +43,7 @@ struct UnitRange {
 
   // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
   // kStreamTiles tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
+  static_assert(int64_t{kStreamTiles} * 576 * 6 * 512 < int64_t{1} << 32, "of up to 512 SMs");
   static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
     const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
     const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;

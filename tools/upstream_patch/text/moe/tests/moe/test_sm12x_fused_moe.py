@@ -11,7 +11,6 @@ import torch
 
 from flashinfer.autotuner import AutoTuner, autotune
 from flashinfer.fused_moe import sm12x_moe
-from flashinfer.fused_moe.sm12x_moe_checks import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES, tactic
 from flashinfer.tllm_enums import ActivationType
 from flashinfer.utils import BackendSupportedError
@@ -27,6 +26,7 @@ from tests.test_helpers.sm12x_fused_moe import (
     cutlass_fused_moe,
     replayed,
     run,
+    tactics_to_force,
     workspace_bytes,
 )
 from tests.test_helpers.sm12x_moe import (
@@ -38,7 +38,6 @@ from tests.test_helpers.sm12x_moe import (
 from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
 
 device = pytest.fixture(sm12x_device, name="device")
-SM12X = INSTANCES
 _check = check_case
 
 # take tests/moe/test_cutlass_fused_moe_mxfp4.py: MODES test_modes_and_token_counts CORNERS test_corners

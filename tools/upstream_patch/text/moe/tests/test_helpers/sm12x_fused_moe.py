@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import torch
 
 from flashinfer import fused_moe
+from flashinfer.fused_moe.sm12x_moe_checks import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES, Instance
 from tests.test_helpers.mx_error_bounds import accumulation_on, check_within_bound
 from tests.test_helpers.sm12x_moe import MoECase, make_moe_inputs, same_bits
 from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
@@ -16,7 +18,9 @@ from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
 cutlass_fused_moe = functools.partial(fused_moe.cutlass_fused_moe, backend="sm12x")
 cutlass_fused_moe_workspace_size = functools.partial(fused_moe.cutlass_fused_moe_workspace_size, backend="sm12x")
 
-# take tests/moe/moe_harness.py: workspace_bytes POISON poisoned run replayed
+SM12X = INSTANCES
+
+# take tests/moe/moe_harness.py: tactics_to_force workspace_bytes POISON poisoned run replayed
 # take flashinfer_sm12x_doctor/probe/timing.py: captured
 
 
