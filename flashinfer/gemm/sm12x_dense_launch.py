@@ -175,15 +175,16 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
 
 def planned_instance(backend: Backend, call: DenseCall, token_format: int) -> Instance | None:
     """The planner's choice for a valid call; None as in :func:`choose`."""
-    sizes = call.x.shape[0], call.weight.shape[0], call.k
-    return _planned(call.weight_format, token_format, *sizes, backend.device_class, backend.sm_count)
+    tokens, shape = call.x.shape[0], call.weight.shape
+    return _planned(call.weight_format, token_format, tokens, shape, backend.device_class, backend.sm_count)
 
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
-    weights: str, token_format: int, tokens: int, n: int, k: int, device: DeviceClass, sm_count: int
+    weights: str, token_format: int, tokens: int, shape: torch.Size, device: DeviceClass, sm_count: int
 ) -> Instance | None:
-    return choose(weights, tokens, n, k, device, gemm_operand(weights, token_format, device), sm_count)
+    k = LAYOUTS[weights].k(shape[1])  # here, since a call that is known needs none
+    return choose(weights, tokens, shape[0], k, device, gemm_operand(weights, token_format, device), sm_count)
 
 
 def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> Instance:
