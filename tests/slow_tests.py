@@ -115,7 +115,7 @@ operator the other, which exports the branches."""
 
 
 ON_ONE_DAY = {"narrow_sums": 4, "dense.*mxfp6": 2, "dense.*mxint8": 0, "dense.*nvfp4": 3}
-"""Tests of modules that no quick test compiles: a pattern of their node ids, and the day on which all of them run, one of
+"""Tests of modules that no quick test compiles, or hardly one (half precision): a pattern of their node ids, and the day on which all of them run, one of
 few other tests. Each of the modules takes a minute of a core."""
 
 

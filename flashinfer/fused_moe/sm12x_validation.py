@@ -487,8 +487,9 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     """Check the metadata and addresses of a call and return its sizes.
 
     Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where the caller knows it; calls that bring the same objects again are known here.  Of a layer's calls with tensors
-    of known dtypes and shapes, only addresses are checked (:class:`~flashinfer.sm12x.checks.KnownCalls`).
+    layer, where the caller has found the call unknown to it; calls that bring the same objects again are known here, and
+    of those with tensors of known dtypes and shapes, only addresses are checked
+    (:class:`~flashinfer.sm12x.checks.KnownCalls`).
 
     Raises
     ------
@@ -496,9 +497,10 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
         Naming the first argument that does not fit, what it was and what it may be.
     """
     known, tensors, options = checked or _recall(call), tensors_of(call), options_of(call)
-    problem: MoEProblem | None = known.calls.find(tensors, *options) if known else None
-    if problem is not None:
-        return problem
+    if checked is None and known is not None:
+        problem: MoEProblem | None = known.calls.find(tensors, *options)
+        if problem is not None:
+            return problem
     mode, layer = MODES[call.moe_mode], known or _check_weights(call, call.input.device)
     device, experts, hidden, inter, first, total, weights, _ = layer
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
