@@ -146,55 +146,74 @@ class StridedUnits {
   int stride_;
 };
 
+// Pairs, wide tiles and narrow tiles of some experts, in one word: one scan of a warp sums all three.
+template <int kTokenTile>
+class ExpertSums {
+  static constexpr int kWide = 11, kNarrow = 21;  // their lowest bits
+  static_assert(kStreamPairs < 1 << kWide && kStreamTiles < 1 << (kNarrow - kWide), "fields of 11, 10 and 11 bits");
+
+ public:
+  uint32_t packed = 0;
+
+  static __device__ __forceinline__ ExpertSums of_expert(int count) {
+    const int tiles = ceil_div(count, kTokenTile), rest = count % kTokenTile;
+    const int wide = kTokenTile <= kNarrowTokens ? 0 : rest == 0 || rest > kNarrowTokens ? tiles : tiles - 1;
+    return {static_cast<uint32_t>(count | wide << kWide) | static_cast<uint32_t>(tiles - wide) << kNarrow};
+  }
+  __device__ __forceinline__ int pairs() const { return static_cast<int>(packed & ((1u << kWide) - 1)); }
+  __device__ __forceinline__ int wide() const {
+    return static_cast<int>(packed >> kWide & ((1u << (kNarrow - kWide)) - 1));
+  }
+  __device__ __forceinline__ int narrow() const { return static_cast<int>(packed >> kNarrow); }
+};
+
 // One warp sorts pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
 // pairs' local experts, which the whole block has left in shared memory.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamShared& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
+  using Sums = ExpertSums<kTile>;
   int* counts = shared.routing_counts();
   int* offsets = counts + kMaxLocalExperts;
-  const int* experts = shared.routing_experts();
-  auto expert_of = [&](int pair) { return pair < p.num_pairs ? experts[pair] : -1; };
+  int* experts = shared.routing_experts();
   for (int e = lane; e < p.num_experts; e += 32) counts[e] = 0;
   __syncwarp();
-#pragma unroll 1
-  for (int base = 0; base < p.num_pairs; base += 32) count_pairs(expert_of(base + lane), counts, lane);
-  auto wide_tiles = [](int count) {
-    return kTile <= kNarrowTokens ? 0 : count / kTile + (count % kTile > kNarrowTokens ? 1 : 0);
-  };
-  TileCounts tiles = {0, 0};
-  for (int e = lane; e < p.num_experts; e += 32) tiles.wide += wide_tiles(counts[e]);
-  tiles.wide = __reduce_add_sync(kAllLanes, tiles.wide);
-  int before_pairs = 0, before_wide = 0, before_narrow = tiles.wide;
-#pragma unroll 1
-  for (int base = 0; base < p.num_experts; base += 32) {
-    const int expert = base + lane;
-    const int count = expert < p.num_experts ? counts[expert] : 0;
-    const int wide = wide_tiles(count), narrow = ceil_div(count, kTile) - wide;
-    const int first = before_pairs + inclusive_scan(count, lane) - count;
-    const int first_wide = before_wide + inclusive_scan(wide, lane) - wide;
-    const int first_narrow = before_narrow + inclusive_scan(narrow, lane) - narrow;
-    for (int i = 0; i < wide + narrow; ++i) {
-      shared.tiles()[i < wide ? first_wide + i : first_narrow + i - wide] =
-          TokenTile::make(expert, first + i * kTile, min(kTile, count - i * kTile));
-    }
-    if (expert < p.num_experts) {
-      offsets[expert] = first;
-      counts[expert] = 0;
-    }
-    before_pairs = __shfl_sync(kAllLanes, first + count, 31);
-    before_wide = __shfl_sync(kAllLanes, first_wide + wide, 31);
-    before_narrow = __shfl_sync(kAllLanes, first_narrow + narrow, 31);
-  }
-  tiles.all = before_narrow;
-  __syncwarp();
+  // A pair's place among those of its expert, kept beside the expert.
+  constexpr int kPlace = 16;
+  static_assert(kMaxLocalExperts <= 1 << kPlace && kStreamPairs <= 1 << (31 - kPlace));
 #pragma unroll 1
   for (int base = 0; base < p.num_pairs; base += 32) {
-    const int expert = expert_of(base + lane);
+    const int pair = base + lane, expert = pair < p.num_pairs ? experts[pair] : -1;
     const int place = count_pairs(expert, counts, lane);
-    if (expert >= 0) shared.order()[offsets[expert] + place] = static_cast<uint16_t>(base + lane);
+    if (expert >= 0) experts[pair] = expert | place << kPlace;
   }
-  return tiles;
+  // A lane takes consecutive experts, so that the warp scans once.
+  const int each = ceil_div(p.num_experts, 32), begin = lane * each, end = min(begin + each, p.num_experts);
+  Sums own;
+  for (int e = begin; e < end; ++e) own.packed += Sums::of_expert(counts[e]).packed;
+  const Sums through = {static_cast<uint32_t>(inclusive_scan(static_cast<int>(own.packed), lane))};
+  const Sums all = {__shfl_sync(kAllLanes, through.packed, 31)};
+  Sums before = {through.packed - own.packed};
+#pragma unroll 1
+  for (int e = begin; e < end; ++e) {
+    const int count = counts[e], first = before.pairs();
+    const Sums sums = Sums::of_expert(count);
+    for (int i = 0; i < sums.wide() + sums.narrow(); ++i) {
+      const bool wide = i < sums.wide();
+      shared.tiles()[wide ? before.wide() + i : all.wide() + before.narrow() + i - sums.wide()] =
+          TokenTile::make(e, first + i * kTile, min(kTile, count - i * kTile));
+    }
+    offsets[e] = first;
+    before.packed += sums.packed;
+  }
+  __syncwarp();
+  for (int pair = lane; pair < p.num_pairs; pair += 32) {
+    const int found = experts[pair];
+    if (found < 0) continue;
+    const int expert = found & ((1 << kPlace) - 1), place = found >> kPlace;
+    shared.order()[offsets[expert] + place] = static_cast<uint16_t>(pair);
+  }
+  return {all.wide() + all.narrow(), all.wide()};
 }
 
 // Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by
