@@ -54,12 +54,14 @@ HOPPERS_SPILLS = {
     "dense_mxfp4_m64_gemm",
     "dense_mxfp8_m32_gemm",
     "dense_mxfp8_m48_gemm",
+    "dense_nvfp4_m64_gemm",
     "bf16_m24_k128",
     "bf16_m40_k128",
     "bf16_m64_k128",
     "mxfp8_as_bf16_m24_k128",
     "mxfp8_as_bf16_m40_k128",
     "mxfp8_as_bf16_m64_k128",
+    "nvfp4_bf16_m64_k128",
     "stream_mxfp8_as_bf16_m16",
 }
 """Instances that spill on compute capability 9.0, where the family is measured and not served: up to 80 bytes with each

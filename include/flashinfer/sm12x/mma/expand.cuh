@@ -167,18 +167,21 @@ __device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t
   }
 }
 
-// Two scales of NVFP4, E4M3 without their sign bits (which nobody reads), one in each half: as a pair of bfloat16,
-// times 2^kNvScaleExponent; NaN of NaN, 0x7F. In place the bits of one are it times 2^-120, subnormals included. The
-// values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no
-// bfloat16.
+// Two scales of NVFP4, E4M3 whose sign bits nobody reads, as factors: each a pair of the same bfloat16, times
+// 2^kNvScaleExponent; NaN of NaN. The values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126
+// times the largest scale is no bfloat16.
 constexpr int kNvScaleExponent = 118;
 constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
 
-__device__ __forceinline__ uint32_t nv_factors(uint32_t scales) {
-  constexpr uint32_t kTwoTo119Pair = 0x7B007B00u;
-  static_assert(2 * 119 - 120 == kNvScaleExponent && kNvScaleExponent == 126 - 8);
-  const uint32_t nan = ((scales + 0x00010001u) & 0x00800080u) * 255u;  // the exponent's bits; the mantissa is not 0
-  return nan | ptx::bf16x2_multiply(ptx::bf16x2_multiply(scales << 4, kTwoTo119Pair), kTwoTo119Pair);
+struct NvFactors {
+  uint32_t first, second;
+};
+__device__ __forceinline__ NvFactors nv_factors(uint32_t scales) {
+  static_assert(kNvScaleExponent == 126 - 8);
+  const uint32_t halves = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(scales & 0x7F7Fu));
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(halves));
+  const float first = pair.x * 0x1p118f, second = pair.y * 0x1p118f;
+  return {ptx::f32x2_to_bf16x2(first, first), ptx::f32x2_to_bf16x2(second, second)};
 }
 
 // How an expansion whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s -
@@ -267,9 +270,9 @@ struct Expansion<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
 template <Saves kSaves>
 struct Expansion<Element::kNvE2m1, kSaves> : WithoutNan {
   static constexpr float kAccumulatorScale = kNvExpansion;
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factors, uint32_t (&pair)[4],
-                                               uint32_t&) {
-    expand_to_bf16<kSaves>(block[q], __byte_perm(factors, 0, q < 2 ? 0x1010 : 0x3232), pair);
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, const NvFactors& factors,
+                                               uint32_t (&pair)[4], uint32_t&) {
+    expand_to_bf16<kSaves>(block[q], q < 2 ? factors.first : factors.second, pair);
   }
 };
 

@@ -271,8 +271,7 @@ struct Bf16Policy {
   static __device__ __forceinline__ void expand_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
                                                        uint32_t (&pair)[4], uint32_t& nan) {
     if constexpr (kWeights == Element::kNvE2m1) {
-      const uint32_t scale = scale_of<kBlock % 2 * 2>(scales) & 0x007F007Fu;
-      BlockExpansion::eight(words, 0, nv_factors(scale), pair, nan);
+      BlockExpansion::eight(words, 0, nv_factors(scales >> (kBlock % 2 * 16)), pair, nan);
     } else if constexpr (kFolded) {
       eight(words, BlockExpansion::template folded_factor_of<kBlock>(scales), pair, nan);
     } else {

@@ -366,8 +366,7 @@ class SlabMultiplier {
       }
     };
     if constexpr (Shape::kScaleWords == 2) {
-      multiply_k_blocks(std::false_type{},
-                        [](uint32_t two) { return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu); });
+      multiply_k_blocks(std::false_type{}, [](uint32_t two) { return mma::nv_factors(two); });
     } else {
       uint32_t largest = 0;
 #pragma unroll
@@ -391,9 +390,10 @@ class SlabMultiplier {
   }
 
   // kLargeScales: the factors are the scales alone, and undoing the expansion's bias takes a multiplication of its own.
-  template <bool kLargeScales, int kActive>
-  __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], uint32_t low_factor, uint32_t high_factor,
-                                                   int kb, float (&chain)[kActive][kChains<kActive>][4],
+  template <bool kLargeScales, class Factor, int kActive>
+  __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], const Factor& low_factor,
+                                                   const Factor& high_factor, int kb,
+                                                   float (&chain)[kActive][kChains<kActive>][4],
                                                    uint32_t (&nan)[2]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
