@@ -86,6 +86,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   const MoeShape& s = a.shape;
   const Instance& instance = *a.fc1_instance;
   const int pairs = s.num_tokens * s.top_k;
+  static_assert(kFewPairs == 32 && kRouterMaxExperts == 512 && kStreamPairs == 1536, "texts below say so");
   if (a.fc1_instance != a.fc2_instance) {
     return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
