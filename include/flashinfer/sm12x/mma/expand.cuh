@@ -168,19 +168,19 @@ __device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t
 }
 
 // Two scales of NVFP4, E4M3 whose sign bits nobody reads, as factors: each a pair of the same bfloat16, times
-// 2^kNvScaleExponent; NaN of NaN. The values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126
-// times the largest scale is no bfloat16.
-constexpr int kNvScaleExponent = 118;
+// kNvFactor; NaN of NaN. The values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the
+// largest scale is no bfloat16.
+constexpr float kNvFactor = 0x1p118f;
 constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
+static_assert(kNvFactor * kNvExpansion == 0x1p126f);
 
 struct NvFactors {
   uint32_t first, second;
 };
 __device__ __forceinline__ NvFactors nv_factors(uint32_t scales) {
-  static_assert(kNvScaleExponent == 126 - 8);
   const uint32_t halves = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(scales & 0x7F7Fu));
   const float2 pair = __half22float2(reinterpret_cast<const __half2&>(halves));
-  const float first = pair.x * 0x1p118f, second = pair.y * 0x1p118f;
+  const float first = pair.x * kNvFactor, second = pair.y * kNvFactor;
   return {ptx::f32x2_to_bf16x2(first, first), ptx::f32x2_to_bf16x2(second, second)};
 }
 

@@ -167,8 +167,9 @@ class ExpertSums {
   __device__ __forceinline__ int narrow() const { return static_cast<int>(packed >> kNarrow); }
 };
 
-// One warp sorts pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
-// pairs' local experts, which the whole block has left in shared memory.
+// One warp groups pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
+// pairs' local experts, which the whole block has left in shared memory. Lane 0's experts come first, then lane 1's: a
+// tile is computed alike wherever it stands.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamShared& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
@@ -187,15 +188,14 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
     const int place = count_pairs(expert, counts, lane);
     if (expert >= 0) experts[pair] = expert | place << kPlace;
   }
-  // A lane takes consecutive experts, so that the warp scans once.
-  const int each = ceil_div(p.num_experts, 32), begin = lane * each, end = min(begin + each, p.num_experts);
+  // A lane takes every 32nd expert: the warp scans once, and a lane reads a bank of its own.
   Sums own;
-  for (int e = begin; e < end; ++e) own.packed += Sums::of_expert(counts[e]).packed;
+  for (int e = lane; e < p.num_experts; e += 32) own.packed += Sums::of_expert(counts[e]).packed;
   const Sums through = {static_cast<uint32_t>(inclusive_scan(static_cast<int>(own.packed), lane))};
   const Sums all = {__shfl_sync(kAllLanes, through.packed, 31)};
   Sums before = {through.packed - own.packed};
 #pragma unroll 1
-  for (int e = begin; e < end; ++e) {
+  for (int e = lane; e < p.num_experts; e += 32) {
     const int count = counts[e], first = before.pairs();
     const Sums sums = Sums::of_expert(count);
     for (int i = 0; i < sums.wide() + sums.narrow(); ++i) {
