@@ -92,9 +92,10 @@ class Mode(enum.IntEnum):
 
 MODES = {mode.value: mode for mode in Mode}
 """The modes by their numbers; a third of the time of ``Mode(number)``."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 INPUT_DTYPES = {
     Mode.MXFP8_INPUT: (torch.float8_e4m3fn,),
-    Mode.HALF_INPUT: (torch.bfloat16, torch.float16),
+    Mode.HALF_INPUT: HALF_DTYPES,
     Mode.W4A16: (torch.bfloat16,),
     Mode.AUTO: (torch.bfloat16,),
 }
@@ -195,7 +196,8 @@ def select_mode(
     if use_mxfp8_act_scaling:
         if use_w4_group_scaling:
             return Mode.AUTO
-        return Mode.HALF_INPUT if input_dtype in INPUT_DTYPES[Mode.HALF_INPUT] else Mode.MXFP8_INPUT
+        # A mode is not hashed here: torch.compile traces this function, and Dynamo of torch 2.11 cannot hash one.
+        return Mode.HALF_INPUT if input_dtype in HALF_DTYPES else Mode.MXFP8_INPUT
     return Mode.W4A16 if use_w4_group_scaling else None
 
 

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from operator_calls import OPERATORS, WRITTEN, Arguments, on
 
+from flashinfer.fused_moe.sm12x_validation import ACTIVATIONS, Mode, select_mode
 from flashinfer.sm12x import devices
 
 TOKENS = ("input", "a", "x", "query", "hidden_states")
@@ -49,3 +51,16 @@ def test_a_compiled_call_asks_which_gpus_are_served(
     torch.compiler.reset()
     compiled = torch.compile(lambda x: x + devices.serves_cuda(0), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)).item() == serves
+
+
+def test_no_mode_is_hashed_where_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo of torch 2.11 ends at an enum whose ``__hash__`` is its own."""
+
+    def refuse(self: Mode) -> int:
+        raise AssertionError(f"{self!r} is hashed")
+
+    monkeypatch.setattr(Mode, "__hash__", refuse)
+    found = []
+    for dtype, *flags in itertools.product((torch.bfloat16, torch.float16, torch.float8_e4m3fn), *[(False, True)] * 2):
+        found.append(select_mode(dtype, torch.uint8, *flags, False, False, False, next(iter(ACTIVATIONS))))
+    assert [mode for mode in Mode if mode not in found] == []
