@@ -37,7 +37,7 @@ from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
-from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
+from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, SM12X, STREAM_PAIRS
 from flashinfer.sm12x.models import MOE_LAYERS, NVFP4_LAYERS
 from flashinfer.testing import (
     DenseCase,
@@ -105,6 +105,19 @@ def instance_cases(extra: bool) -> list[Work]:
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))
+    return work
+
+
+def most_pairs_cases(extra: bool) -> list[Work]:
+    """The most experts and pairs that a streamed layer sorts, every stream forced."""
+    work: list[Work] = []
+    numbers = {row.number: row for row in INSTANCES}
+    for relu2 in (False, True):
+        for mode, weights in KINDS:
+            sizes = STREAM_PAIRS // 24, 416, 352, MAX_EXPERTS, 24, mode
+            case = MoECase(*sizes, relu2=relu2, weights=weights)  # type: ignore[arg-type]
+            streams = [pair for pair in tactics_of(case, extra) if pair is None or numbers[pair[0]].streamed]
+            work.append(("most_pairs", case, streams))
     return work
 
 
@@ -341,6 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     rng = random.Random(options.seed)
     count = 20 if options.quick else 200
     work = instance_cases(options.extra_instances)
+    work += most_pairs_cases(options.extra_instances)
     work += random_cases(rng, count, options.quick, options.extra_instances)
     work += model_cases(options.quick, options.extra_instances)
     if options.only:
