@@ -53,7 +53,7 @@ def test_a_compiled_call_asks_which_gpus_are_served(
     assert compiled(torch.zeros(1)).item() == serves
 
 
-def test_no_mode_is_hashed_where_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_mode_hashes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo of torch 2.11 ends at an enum whose ``__hash__`` is its own."""
 
     def refuse(self: Mode) -> int:

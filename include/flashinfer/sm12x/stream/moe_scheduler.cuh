@@ -241,8 +241,8 @@ __device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, c
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
 }
 
-// The same as route_many for a few pairs, one a lane: every lane counts those that come before its own. At one token,
-// routing is part of what nothing hides.
+// The same as route_many for a few pairs, one a lane, with experts in order: every lane counts those that come before
+// its own. At one token, routing is part of what nothing hides.
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamShared& shared, int expert,
                                                 int lane) {
