@@ -63,6 +63,8 @@ INTER_SIZES = (736, 1440, 2880, 2944)
 EXPERT_COUNTS = (8, 32, 128, 256)
 NEMOTRON = {name: layer for name, layer in NVFP4_LAYERS.items() if layer.activation == "relu2"}
 """Layers without gate rows."""
+ROWS = {row.number: row for row in INSTANCES}
+"""The instances by the number that ``profile_ids`` has."""
 Work = tuple[str, MoECase, list[list[int] | None]]
 
 
@@ -98,10 +100,9 @@ def instance_cases(extra: bool) -> list[Work]:
                 sizes = num_tokens, 416, 352, 8, 3, mode
                 case = MoECase(*sizes, data=data, relu2=relu2, output_dtype=torch.float16, weights=weights)  # type: ignore[arg-type]
                 pairs = tactics_of(case, extra)
-                numbers = {row.number: row for row in INSTANCES}
-                forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
+                forced = [pair[0] for pair in pairs if pair and not ROWS[pair[0]].streamed]
                 for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
-                    alike = [number for number in forced if numbers[number].multiplies == kept]
+                    alike = [number for number in forced if ROWS[number].multiplies == kept]
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))
@@ -111,12 +112,12 @@ def instance_cases(extra: bool) -> list[Work]:
 def most_pairs_cases(extra: bool) -> list[Work]:
     """The most experts and pairs that a streamed layer sorts, every stream forced."""
     work: list[Work] = []
-    numbers = {row.number: row for row in INSTANCES}
+    top_k = 24
     for relu2 in (False, True):
         for mode, weights in KINDS:
-            sizes = STREAM_PAIRS // 24, 416, 352, MAX_EXPERTS, 24, mode
+            sizes = STREAM_PAIRS // top_k, 416, 352, MAX_EXPERTS, top_k, mode
             case = MoECase(*sizes, relu2=relu2, weights=weights)  # type: ignore[arg-type]
-            streams = [pair for pair in tactics_of(case, extra) if pair is None or numbers[pair[0]].streamed]
+            streams = [pair for pair in tactics_of(case, extra) if pair is None or ROWS[pair[0]].streamed]
             work.append(("most_pairs", case, streams))
     return work
 
