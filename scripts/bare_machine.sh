@@ -35,14 +35,15 @@ case $kind in
     packages+=" curl git g++ python3-dev"
     # Not in the checkout, which Python would take for what is installed. No GPU is here to ask.
     vllm="cd && source ~/vllm/bin/activate && export FLASHINFER_CUDA_ARCH_LIST=12.1a"
-    # A toolkit that BIND shows has all that is needed; else pip brings one.
-    cuda="export CUDA_HOME=\"\$(python -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')\""
+    # A toolkit that BIND shows has all that is needed; else pip brings one, and activation names it.
+    cuda="toolkit=\"\$(python -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')\""
+    cuda+=' && echo "export CUDA_HOME=$toolkit" >> ~/vllm/bin/activate'
     case " ${BIND:-} " in *" /usr/local/cuda "*) extra= cuda=: ;; *) extra=[cuda] ;; esac
     [ $# -gt 0 ] || set -- "python3 -m venv ~/vllm && source ~/vllm/bin/activate && pip install --quiet vllm==0.33.0" \
-      "$vllm && pip install --quiet \"\$HOME/checkout$extra\"" \
-      "$vllm && $cuda && python -m flashinfer sm12x-build --vllm bf16" \
-      "$vllm && $cuda && python -m flashinfer sm12x-doctor || true" \
-      "$vllm && $cuda && python checkout/tests/vllm_plugin/start_up.py"
+      "$vllm && pip install --quiet \"\$HOME/checkout$extra\" && $cuda" \
+      "$vllm && python -m flashinfer sm12x-build --vllm bf16" \
+      "$vllm && python -m flashinfer sm12x-doctor || true" \
+      "$vllm && python checkout/tests/vllm_plugin/start_up.py"
     ;;
   debian-cpu)
     [ $# -gt 0 ] || set -- "python3 -m venv .venv && .venv/bin/pip install --quiet ${TORCH:-torch} . pytest hypothesis" \

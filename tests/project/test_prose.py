@@ -50,8 +50,8 @@ def test_pages_can_be_read_in_one_sitting() -> None:
 
 def test_the_readme_fits_a_page() -> None:
     text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 110
-    assert len(text.split()) <= 950
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 1050
 
 
 def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
@@ -61,7 +61,7 @@ def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
     )
     (measured,) = re.findall(r"^\*\*H100\*\*.*?(?=\n\n)", readme, re.MULTILINE | re.DOTALL)
     ranges = re.findall(r"\b[\d,]+-[\d,]*\d\b", measured.partition("streams")[2])
-    assert len(ranges) == 8
+    assert len(ranges) == 4
     for found in ranges:
         assert found.replace("-", " - ") in performance, found
     columns = r"\|.*\| ([\d. -]+) \| ([\d.]+ \|[\d. ]* \|)$"
