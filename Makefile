@@ -3,9 +3,9 @@
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend, by the kernels themselves on the virtual SM121 and, where there is one, on a GPU
-#   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" or PYTEST_ARGS=tests/gemm to choose
-#                 some); make test-all all of them, make test-slow those that make test leaves out (docs/evidence.md says
-#                 which; DAYS=7: today's seventh of them)
+#   make test     a few minutes of tests: each operator on CPU tensors and on the virtual SM121, the doctor
+#                 (PYTEST_ARGS="-k layer" or PYTEST_ARGS=tests/gemm: of all tests those, without slow ones);
+#                 make test-all all tests, make test-slow the slow ones (DAYS=7: today's seventh of them)
 #   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
@@ -70,7 +70,7 @@ emulator: compiler
 
 # tests/slow_tests.py decides what is slow. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of
 # compiler each.
-test: CHOICE = -m "not slow"
+test: CHOICE = --quick
 test-slow: CHOICE = -m slow
 test test-slow test-all: compiler env emulator
 	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) $(ROTATE) $(CHOICE) $(PYTEST_ARGS)
@@ -109,6 +109,7 @@ test-upstream-patch: env emulator
 	$(PY) -m pytest -p no:cacheprovider tests/upstream_patch/check_exported.py $(PYTEST_ARGS)
 
 demo: compiler
+	@echo "The demo takes about two minutes on two cores, plus, the first time, some GB of packages in $(VENV)."
 	@$(PYTHON) tools/create_env.py --demo $(VENV) -- $(MAKE) -s -C emulator -j$(TEST_JOBS)
 	@$(PY) tools/demo.py $(DEMO_ARGS)
 

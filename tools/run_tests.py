@@ -2,6 +2,7 @@
 """Run the tests: ``make test``, ``make test-slow`` and ``make test-all``. Needs an environment that is complete.
 
     python tools/run_tests.py --jobs 2 [--upstream] [-m "not slow"] [PYTEST'S ARGUMENTS, AND TESTS BY PATH OR NODE ID]
+    python tools/run_tests.py --jobs 2 --quick [PYTEST'S ARGUMENTS, AND TESTS]    QUICK; with arguments, what is not slow
 
 In three processes, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's,
 and the emulator's own. Each takes of the tests that are named those that are its own; without any, all. The exit status is
@@ -24,6 +25,40 @@ ROOT = Path(__file__).resolve().parent.parent
 VIRTUAL = "tests/*/test_virtual_*.py"
 EMULATOR = "emulator/tests"
 NO_TESTS = 5  # pytest's exit status
+
+QUICK = (
+    # Contracts of the operators, on CPU tensors.
+    *("tests/moe", "tests/gemm", "tests/router", "tests/attention", "tests/quantization", "tests/testing"),
+    *(f"tests/sm12x/test_{name}.py" for name in ("bad_calls", "layers", "overlaps", "device_class", "bindings")),
+    # The layer over the wheel, the build engine without a compiler, the doctor, the pages.
+    *(f"tests/layer/test_{name}.py" for name in ("extend", "pinned_wheel")),
+    *(f"tests/jit/test_{name}.py" for name in ("jit_toolchain", "jit_diagnosis", "jit_jobs", "jit_architectures")),
+    *("tests/doctor/test_doctor.py", "tests/doctor/test_doctor_checks.py"),
+    *("tests/project/test_glossary.py", "tests/project/test_imports.py"),
+    # Each operator's kernels on the virtual SM121, in instances of tests/few_instances.py.
+    *(
+        f"tests/moe/test_virtual_{name}"
+        for name in (
+            "instances.py::test_a_streamed_layer[stream_bf16_m8 bf16-(64, 192)]",
+            "instances.py::test_a_streamed_layer[stream_mxfp8_as_bf16_m8 MXFP8-(320, 64)]",
+            "instances.py::test_a_streamed_layer[nvfp4_stream_bf16_m8 bf16-(64, 192)]",
+            "instances.py::test_an_instance_with_8_bit_activations[MXFP8 linear-mxfp8_m8_k128]",
+            "instances.py::test_a_grouped_gemm_instance[mxfp8_m8_k128-e4m3]",
+            "step.py::test_one_launch_chooses_and_computes[W4A8-3-500-10]",
+        )
+    ),
+    "tests/gemm/test_virtual_dense.py::test_an_instance[dense_mxfp4_m8_w2]",
+    "tests/gemm/test_virtual_dense.py::test_an_instance[dense_mxfp4_m64_gemm_mxfp8]",
+    "tests/gemm/test_virtual_dense_norm.py::test_shapes[mxfp4-3-300-160]",
+    "tests/gemm/test_virtual_dense_top_k.py::test_a_stream_compares_its_outputs[1-m8_w2-808]",
+    "tests/router/test_virtual_router.py::test_parts[True-False-True]",
+    "tests/attention/test_virtual_decode.py::test_lengths[[300, 0, 31]-bf16]",
+)
+"""Tests of ``make test``, as few as show each operator to a newcomer: on CPU tensors those that are not slow, by the
+kernels the named ones. All others run in ``make test-all`` and in CI."""
+
+QUICK_CPU_SECONDS = 420
+"""CPU seconds of :data:`QUICK` on a machine that has compiled nothing, 150 of them nvcc's."""
 
 TAKE_A_VALUE = (
     *"-k -m -n -p -c -o -r -W".split(),
@@ -52,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="test processes beside each other (1)")
+    parser.add_argument("--quick", action="store_true", help="the tests of make test")
     parser.add_argument("--upstream", action="store_true", help="kernels that others wrote on the emulator, too")
     parser.add_argument(
         "--among", nargs="+", default=[], metavar="FOLDER", help="in place of all, where no test is named"
@@ -70,13 +106,24 @@ def main(arguments: Sequence[str]) -> int:
     if options.rotate < 1:
         parser.error(f"--rotate is {options.rotate}; it must be at least 1")
     named, given = split(rest)
+    quick = options.quick and not rest
+    if options.quick and rest:
+        options.marks = options.marks or "not slow"
     if options.marks:
         given = ["-m", options.marks, *given]
+    if quick:
+        named = list(QUICK)
+        announce(options.jobs)
     if not named:
         # Only those tests of the emulator that run kernels written by others are slow.
         some = [f"{EMULATOR}/upstream"] * options.upstream if options.marks == "slow" else [EMULATOR]
         named = options.among or ["tests", *some]
     chosen = parts(named, options.jobs, options.upstream)
+    if quick:
+        for part in chosen:
+            # A virtual test is quick by its name in the list; what else is in its file is not run.
+            part.options += ["-p", "few_instances"] if part.preload else ["-m", "not slow"]
+            part.tests = [test for test in part.tests if not part.preload or "::" in test]
     if options.rotate > 1:  # told here, for a run may last beyond midnight
         share = f"{datetime.date.today().toordinal() % options.rotate}/{options.rotate}"
         for part in chosen:
@@ -88,6 +135,15 @@ def main(arguments: Sequence[str]) -> int:
     # Arguments may leave a process without tests; in a run of all tests each process has some.
     allowed = (0, NO_TESTS) if rest else (0,)
     return int(any(status not in allowed for status in statuses))
+
+
+def announce(jobs: int) -> None:
+    minutes = QUICK_CPU_SECONDS / 60 / min(jobs, len(os.sched_getaffinity(0)))
+    print(
+        f"The quick tests take about {minutes:.0f} minutes here the first time, {minutes / 2:.0f} once their kernels are "
+        "compiled. make test-all runs all tests, docs/evidence.md says in what time.",
+        flush=True,
+    )
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,6 +190,7 @@ def run(part: Part, jobs: int, given: Sequence[str]) -> int:
     # With more threads than its share of the cores, torch takes ten times as long for the references' small operations.
     share = max(1, len(os.sched_getaffinity(0)) // jobs)
     environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     if part.preload:
         asked = {**os.environ, "PYTHONPATH": str(ROOT / "emulator" / "python")}
         environment["LD_PRELOAD"] = subprocess.check_output(

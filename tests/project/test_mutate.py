@@ -39,7 +39,7 @@ ONLY_TEST_ALL = [
     "doctor: uv is asked for an option of pip's",
     "doctor: a Linux driver in a guest",
 ]
-"""The mutations that ``make test`` does not notice, in the order of the list."""
+"""The mutations that only slow tests notice, in the order of the list."""
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_every_test_of_the_lists_can_be_collected() -> None:
     """Parameters included, under the plugin that empties the instance tables; otherwise a later baseline run would
     fail.
 
-    Tests that ``make test`` leaves out are checked as well, because a renamed test would be back in it. And the page
-    must name the changes all of whose tests ``make test`` leaves out.
+    Slow tests are checked as well, because a renamed test would no longer be slow. And the page must count the changes
+    all of whose tests are slow.
     """
     mutations = mutate.read_list(REPO / mutate.LIST)
     tests = {test for mutation in mutations for test in mutation.tests} | set(slow_tests.LONG)
@@ -99,7 +99,7 @@ def test_every_test_of_the_lists_can_be_collected() -> None:
     ]
     page = (REPO / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert left == ONLY_TEST_ALL
-    assert f"{len(left)} of the mutations only `make test-all` notices" in page
+    assert f"{len(left)} of the mutations only slow tests notice" in page
 
 
 def test_every_outcome(toy: Path, tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import few_instances
 import pytest
 import slow_tests
 from layer_toys import REPO, load_tool
+
+from flashinfer.sm12x import instances
 
 tool = load_tool("run_tests")
 VIRTUAL = sorted(str(path.relative_to(REPO)) for path in REPO.glob("tests/*/test_virtual_*.py"))
@@ -44,6 +47,36 @@ def test_all_tests_are_run_once(started: Any) -> None:
     assert {option.removeprefix("--ignore=") for option in host_options} >= set(VIRTUAL)
     assert "--ignore=emulator/tests/upstream" in options
     assert host_options[-2:] == options[-2:] == ["-m", "not slow"]
+
+
+def test_quick_tests_exist_and_are_run_with_few_instances(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--quick", "--jobs", "2"]) == 0
+    (host, host_options), (device, device_options) = started
+    assert sorted([*host, *device]) == sorted(tool.QUICK)
+    assert host_options[-2:] == ["-m", "not slow"]
+    assert device_options[-2:] == ["-p", "few_instances"]
+    assert "minutes here the first time" in capsys.readouterr().out
+    for test in tool.QUICK:
+        file, _, name = test.partition("::")
+        assert (REPO / file).exists(), test
+        assert f"def {name.partition('[')[0]}" in ((REPO / file).read_text() if name else "def "), test
+    rows = [row for row in few_instances.ROWS if row not in instances._PLACES]
+    assert rows == []
+
+
+@pytest.mark.parametrize("operator", ["moe", "gemm", "router", "attention"])
+def test_quick_tests_cover_each_operator(operator: str) -> None:
+    """On CPU tensors and by its kernels."""
+    assert f"tests/{operator}" in tool.QUICK
+    assert any(test.startswith(f"tests/{operator}/test_virtual_") for test in tool.QUICK)
+
+
+def test_arguments_choose_among_all_tests_that_are_not_slow(started: Any) -> None:
+    tool.main(["--quick", "--jobs", "2", "-k", "layer"])
+    assert [tests for tests, _ in started] == [["tests"], VIRTUAL, ["emulator/tests"]]
+    for _, options in started:
+        assert options[-4:] == ["-m", "not slow", "-k", "layer"]
+        assert "few_instances" not in options
 
 
 @pytest.mark.parametrize(
@@ -137,7 +170,7 @@ def test_exit_status(
 
 
 @pytest.mark.parametrize(
-    ("target", "words"), [("test", "-m not slow"), ("test-slow", "-m slow"), ("test-all", ""), ("test-host", "")]
+    ("target", "words"), [("test", "--quick"), ("test-slow", "-m slow"), ("test-all", ""), ("test-host", "")]
 )
 def test_make_prints_nothing_of_its_own(target: str, words: str, tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
