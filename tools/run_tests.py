@@ -28,8 +28,9 @@ NO_TESTS = 5  # pytest's exit status
 
 QUICK = (
     # Contracts of the operators, on CPU tensors.
-    *("tests/moe", "tests/gemm", "tests/router", "tests/attention", "tests/quantization", "tests/testing"),
-    *(f"tests/sm12x/test_{name}.py" for name in ("bad_calls", "layers", "overlaps", "device_class", "bindings")),
+    *("tests/moe", "tests/gemm", "tests/router", "tests/attention", "tests/quantization"),
+    *(f"tests/sm12x/test_{name}.py" for name in ("bad_calls", "overlaps", "device_class", "bindings")),
+    "tests/testing/test_mxfp_formats.py",
     # The layer over the wheel, the build engine without a compiler, the doctor, the pages.
     *(f"tests/layer/test_{name}.py" for name in ("extend", "pinned_wheel")),
     *(f"tests/jit/test_{name}.py" for name in ("jit_toolchain", "jit_diagnosis", "jit_jobs", "jit_architectures")),
