@@ -369,6 +369,18 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
         path.write_text("one")
 
 
+def test_a_file_is_remembered_from_two_seconds_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, memo = tmp_path / "x.h", tmp_path / "memo"
+    path.write_text("one")
+    monkeypatch.setattr(content_key.time, "time", lambda: 1000.0)
+    for changed, remembered in ((998_000_000_001, False), (998_000_000_000, False), (997_999_999_999, True)):
+        monkeypatch.setattr(content_key, "_state", lambda path, changed=changed: [3, 1, changed, 1])
+        files = Files(memo)
+        files.digest(path)
+        files.remember()
+        assert (str(path) in content_key._read_memo(memo)) == remembered, changed
+
+
 def test_names_of_folders_in_each_other(tmp_path: Path) -> None:
     roots = {"tree": "/w/main", "wheel": "/w/main/.venv/flashinfer"}
     named = [namer(roots)(text) for text in ("-I/w/main/include", "/w/main/.venv/flashinfer/a.h", "/w/mainly/a", "/w")]

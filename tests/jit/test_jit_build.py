@@ -525,6 +525,20 @@ def test_log_and_progress(
     assert told == [lines[0], lines[-1]]  # it took no ten seconds
 
 
+def test_a_line_of_progress_is_told_from_the_tenth_second_on(
+    monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
+) -> None:
+    """Since the last one that was told."""
+    now = [100.0]
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
+    progress = engine.Progress("demo")
+    for done, seconds in enumerate((9.999, 0.001, 9.999, 0.001, 25.0, 1.0), 1):
+        now[0] += seconds
+        progress.tell(done, 6, "a.o")
+    told = [record.getMessage() for record in jit_log.records if record.levelno == logging.INFO]
+    assert told == ["demo [2/6] a.o", "demo [4/6] a.o", "demo [5/6] a.o"]
+
+
 SPILLS = "// fake: say ptxas warning : Local memory used for function '_Z1kPi', size of stack frame: {} bytes\n"
 
 

@@ -48,7 +48,7 @@ def run_upstreams_ninja(project: Project) -> None:
     """Its build file is there already, and one that fails, so that a log is written."""
     folder = jit_env.FLASHINFER_JIT_DIR / "norm"
     file = project.root / "failing.ninja"
-    file.write_text("rule fail\n command = echo it failed; exit 1\nbuild said: fail\n")
+    file.write_text("rule fail\n command = echo Error: it failed; exit 1\nbuild said: fail\n")
     try:
         cpp_ext.run_ninja(folder, file, False)
     except JitBuildError as error:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -114,6 +115,23 @@ def test_debug_build_and_embedded_ptx_which_has_a_name_of_its_own(monkeypatch: p
     assert "-O3" not in flags
     assert "-gencode=arch=compute_121a,code=compute_121a" in flags
     assert "--compress-mode=none" in flags
+
+
+@pytest.mark.parametrize("kind", modules.MMA_KINDS)
+def test_widths_of_sums_at_their_edges(kind: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there are."""
+    monkeypatch.setattr(jit_env, "FLASHINFER_WORKSPACE_DIR", workspace)
+    monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
+    narrowest = modules.NARROWEST_SUM
+    assert modules.drift(narrowest) < 2.0**-9 <= modules.drift(narrowest - 1)
+    probed = workspace / modules.PROBE_FILE
+    for bits, in_half in ((1, True), (narrowest - 1, True), (narrowest, False), (64, False), (None, False)):
+        probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
+        assert modules.multiplies_in_half(kind) == in_half, bits
+    for bits in (0, 65, -1, 20.0, "20"):
+        probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
+        with pytest.raises(ValueError, match="it must be an integer from 1 to 64"):
+            modules.multiplies_in_half(kind)
 
 
 def test_no_architecture_known(monkeypatch: pytest.MonkeyPatch) -> None:
