@@ -148,6 +148,25 @@ def test_a_header_counts_however_a_command_finds_it(
     assert changed == ("options" in re.split("[ =@]", words))
 
 
+def test_an_empty_folder_of_a_variable_is_the_current_folder(
+    gxx: str, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the compiler has it, and as it counts."""
+    monkeypatch.setenv("CPATH", "other:")
+    folder = project.plan().folder
+    folder.mkdir(parents=True)
+    source = project.write("c.cu", "#include <new.h>\n")
+    keys = []
+    for text in ("int x;\n", "int y;\n"):
+        (folder / "new.h").write_text(text)
+        keys.append(Keys(project.plan()).objects["c.o"])
+    assert keys[0] != keys[1]
+    listed = subprocess.run(
+        [gxx, "-x", "c++", "-M", str(source)], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert "new.h" in listed.stdout
+
+
 @pytest.mark.parametrize("compiler", ["g++", "nvcc"])
 def test_compilers_take_each_of_these_spellings(
     compiler: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
