@@ -152,6 +152,11 @@ def hint_for(returncode: int, output: str) -> str | None:
         r"cannot execute .?cc1plus|gcc: (?:command )?not found|Failed to (?:preprocess|run) host compiler", output
     ):
         return "the host C++ compiler is missing or broken. Debian, Ubuntu: apt-get install g++"
+    if re.search(r"\.o: (?:error: )?file (?:not recognized|too short|truncated|is empty)", output):
+        return (
+            "an object in the cache is damaged, by a full disk or a loss of power. Remove the module and build it again: "
+            "python -m flashinfer sm12x-cache clear --module NAME, with the name above"
+        )
     library = re.search(r"cannot find -l(\w+)", output)
     if library is not None:
         return f"the toolkit has no lib{library.group(1)}; install all of it: {toolchain.PIP_COMMAND}"
