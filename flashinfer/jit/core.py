@@ -24,6 +24,7 @@ from ..sm12x import variables
 from . import cpp_ext
 from . import env as jit_env
 from .sm12x.build import Progress
+from .sm12x.diagnosis import explained_os_errors
 from .sm12x.jobs import parallel_jobs
 from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
@@ -55,6 +56,25 @@ _JitSpecNvcc: Any = _upstream.JitSpecNvcc
 
 class JitSpecNvcc(_JitSpecNvcc):  # type: ignore[misc]
     """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it there."""
+
+    def build_and_load(self) -> Any:
+        """The module, built before if it is not there or a file that it is made of has changed.
+
+        Raises:
+            JitBuildError: a compiler failed, or the cache cannot be written.
+            UntrustedCacheError: another user can write to the cache.
+        """
+        with explained_os_errors(self.name, self.build_dir):
+            return super().build_and_load()
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's.
+
+        Raises:
+            The errors of :meth:`build_and_load`.
+        """
+        with explained_os_errors(self.name, self.build_dir):
+            return super().build(*args, **kwargs)
 
     def write_ninja(self) -> None:
         """Write the build file.
@@ -129,7 +149,7 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         progress.tell(sum(done.values()), total, f"{spec.name}: {name}")
 
     def build(spec: Any) -> None:
-        with FileLock(spec.lock_path, thread_local=False):
+        with explained_os_errors(spec.name, spec.build_dir), FileLock(spec.lock_path, thread_local=False):
             spec.write_ninja()
             cpp_ext.run_ninja(spec.build_dir, spec.ninja_path, verbose, jobs // at_once, functools.partial(tell, spec))
             done[spec.name] = steps[spec.name]  # of a module that was built in part ninja counts the rest

@@ -26,10 +26,9 @@ from packaging.version import Version
 from ..sm12x import variables
 from . import env as jit_env
 from .sm12x import toolchain
-from .sm12x.build import NINJA_STATUS, Progress, finished_step
-from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
-from .sm12x.toolchain import find_ninja
-from .sm12x.trust import PRIVATE, make_folder, require_trusted_tree
+from .sm12x.build import NINJA_STATUS, Progress, finished_step, ninja_command
+from .sm12x.diagnosis import JitBuildError, explained_os_errors, first_error_line, hint_for
+from .sm12x.trust import make_folder, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -169,15 +168,27 @@ def run_ninja(
         )
     if max_jobs is None:
         max_jobs = _upstream._get_num_workers()
+    with explained_os_errors(workdir.name, workdir):
+        make_folder(workdir)
+        status, output = _ninja(workdir, ninja_file, verbose, max_jobs, tell or Progress(workdir.name).tell)
+        if status == 0:
+            return
+        log = workdir / "build.log"
+        log.write_text(output, encoding="utf-8")
+    raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(status, output))
+
+
+def _ninja(
+    workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | None, tell: Callable[[int, int, str], object]
+) -> tuple[int, str]:
+    """Run ninja; its exit status and output."""
     jobs = ["-j", str(max_jobs)] if max_jobs else []
-    make_folder(workdir)
-    tell = tell or Progress(workdir.name).tell
     said = []
     # nvcc's files have names that others could guess, and take in /tmp.
     with (
         tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch,
         subprocess.Popen(
-            [*PRIVATE, find_ninja(), "-v", "-f", str(ninja_file.resolve()), *jobs],
+            ninja_command("-v", "-f", str(ninja_file.resolve()), *jobs),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=workdir.resolve(),
@@ -194,8 +205,4 @@ def run_ninja(
             if step := finished_step(line):
                 tell(*step)
         status = ninja.wait()
-    if status == 0:
-        return
-    log, output = workdir / "build.log", "".join(said)
-    log.write_text(output, encoding="utf-8")
-    raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(status, output))
+    return status, "".join(said)

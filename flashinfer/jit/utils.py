@@ -13,6 +13,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
+from .sm12x.diagnosis import explained_os_errors
 from .sm12x.trust import write_atomically
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ def write_if_different(path: Path, content: str) -> None:
     """Write a generated source, unless it is there; of its folder's mode bits, too, only the owner's allow to write.
 
     Raises:
-        OSError: it cannot be written.
+        JitBuildError: it cannot be written.
     """
-    write_atomically(path, content)
-    for place in (path.parent, path):
-        mode = place.stat().st_mode
-        if mode & 0o022:
-            place.chmod(mode & ~0o022)
+    with explained_os_errors(path.parent.name, path.parent):
+        write_atomically(path, content)
+        for place in (path.parent, path):
+            mode = place.stat().st_mode
+            if mode & 0o022:
+                place.chmod(mode & ~0o022)

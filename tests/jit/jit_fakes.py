@@ -152,6 +152,11 @@ class Project:
         """The text of all objects of that name, whatever their keys."""
         return "".join(path.read_text() for path in (self.cache / "demo" / "obj").glob(f"*/{name}.o"))
 
+    def object_of(self, name: str) -> Path:
+        """The object of a source as it is now."""
+        plan = self.plan()
+        return plan.object_path(next(step for step in plan.steps if step.name == f"{name}.o"))
+
     def calls(self) -> list[str]:
         """Sources compiled since the last call, sorted."""
         log = self.compiler.parent / "calls"
@@ -184,15 +189,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
 
 
-def _has_toolkit() -> bool:
-    try:
-        toolchain.discover()
-    except toolchain.ToolchainError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(not _has_toolkit(), reason="no CUDA compiler")
+needs_nvcc = pytest.mark.usefixtures("nvcc")
+"""For a test that compiles CUDA: it is skipped where nothing can."""
 
 
 BINDING = """

@@ -80,6 +80,16 @@ def test_clear_removes_what_it_says(cache: Path, arguments: tuple[str, ...], exp
     assert removed_by(cache, *arguments) == expected
 
 
+def test_what_is_exactly_as_old_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    day = 86400.0
+    monkeypatch.setattr(module_cache.time, "time", lambda: 100 * day)
+    ages = (2 * day - 1, 2 * day, 2 * day + 1)
+    made = [module_cache.CachedModule("fused_moe_120", "x", Path("/x"), 0, 100 * day - age, True) for age in ages]
+    assert module_cache.chosen(made, None, 2) == made[2:]
+    assert module_cache.chosen(made, None, None) == made
+    assert module_cache.chosen(made, None, 0) == made
+
+
 @pytest.mark.parametrize("days", ["nan", "-nan", "inf", "-inf", "-1", "-0.5", "1e999", "soon", ""])
 def test_what_is_no_number_of_days_removes_nothing(cache: Path, days: str) -> None:
     before = contents(cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,7 +16,7 @@ import pytest
 from jit_fakes import Project, needs_nvcc
 
 from flashinfer.jit.sm12x import content_key, modules
-from flashinfer.jit.sm12x.build import Keys
+from flashinfer.jit.sm12x.build import COMPILER_ENVIRONMENT, Keys
 from flashinfer.jit.sm12x.content_key import Files, namer, searched_by
 
 pytestmark = pytest.mark.privileges
@@ -67,40 +68,240 @@ def test_the_number_of_compilers_threads_is_none_of_the_key(project: Project) ->
     assert keys[0] == keys[1] != keys[2]
 
 
-@pytest.mark.parametrize(
-    ("flags", "variables"),
-    [
-        (["-I", "inc"], {}),
-        (["-Iinc"], {}),
-        (["-isystem", "inc"], {}),
-        (["-isysteminc"], {}),
-        (["-iquoteinc"], {}),
-        (["-idirafter", "inc"], {}),
-        (["--include-path=inc"], {}),
-        (["--system-include", "inc"], {}),
-        (["-Xcompiler", "-O1,-Iinc"], {}),
-        (["--compiler-options=-Iinc"], {}),
-        (["-include", "inc/new.h"], {}),
-        ([], {"CPATH": ":inc"}),
-        ([], {"NVCC_PREPEND_FLAGS": "-O1 -Iinc"}),
-    ],
-    ids=str,
-)
+FOLDERS = {
+    "g++": (
+        *("-I inc", "-Iinc", "-isystem inc", "-isysteminc", "-idirafter inc", "-idirafterinc"),
+        *("--include-directory inc", "--include-directory=inc", "--include-directory-after=inc"),
+        *("-Wp,-I,inc", "-Wp,-Iinc", "@options"),
+    ),
+    "nvcc": (
+        *("-I inc", "-Iinc", "-I=inc", "-I other,inc", "-Iother,inc", "--include-path inc", "--include-path=other,inc"),
+        *("-isystem inc", "-isystem=inc", "--system-include inc", "--system-include=inc"),
+        *("-Xcompiler -Iinc", "-Xcompiler=-Iinc", "-Xcompiler -O1,-Iinc", "-Xcompiler -isystem,inc"),
+        *("-Xcompiler -isystem -Xcompiler inc", "--compiler-options -Iinc", "--compiler-options=-O1,-idirafter,inc"),
+        *("-Xcompiler @options", "-optf options", "-optf=options", "--options-file options", "--options-file=options"),
+    ),
+}
+"""Spellings by which a compiler finds ``new.h`` in the folder ``inc``; the file ``options`` holds ``-Iinc``."""
+
+HEADERS = {
+    "g++": (
+        *("-include inc/new.h", "-includeinc/new.h", "--include inc/new.h", "--include=inc/new.h"),
+        *("-imacros inc/new.h", "-imacrosinc/new.h", "--imacros=inc/new.h", "-Wp,-include,inc/new.h"),
+        "-Iinc -include new.h",
+    ),
+    "nvcc": (
+        *("-include inc/new.h", "-include=inc/new.h", "--pre-include inc/new.h", "--pre-include=inc/new.h"),
+        *("-Xcompiler -include,inc/new.h", "-Xcompiler=-imacros,inc/new.h", "-Iinc --pre-include=new.h"),
+        "-Xcompiler -include -Xcompiler inc/new.h",
+    ),
+}
+"""Spellings by which a compiler reads ``inc/new.h`` before the source."""
+
+VARIABLES = {
+    "g++": (("CPATH", "other:inc"), ("CPLUS_INCLUDE_PATH", "inc")),
+    "nvcc": (
+        *(("CPATH", ":inc"), ("CPLUS_INCLUDE_PATH", "inc"), ("INCLUDES", "-Iinc"), ("SYSTEM_INCLUDES", "-isystem inc")),
+        *(
+            ("NVCC_PREPEND_FLAGS", "-O1 -Iinc"),
+            ("NVCC_APPEND_FLAGS", "-Xcompiler -Iinc"),
+            ("NVCC_APPEND_FLAGS", '-I"inc"'),
+        ),
+    ),
+}
+"""Variables by which a compiler finds ``new.h`` in the folder ``inc``."""
+
+SPELLINGS = [
+    (compiler, words, dict(variables), "#include <new.h>\n" * (kind != "header"))
+    for compiler in FOLDERS
+    for kind, each in (("folder", FOLDERS), ("header", HEADERS), ("variable", VARIABLES))
+    for words, variables in (("", [item]) if isinstance(item, tuple) else (item, []) for item in each[compiler])
+]
+
+
+@pytest.mark.parametrize(("compiler", "words", "variables", "source"), SPELLINGS, ids=str)
 def test_a_header_counts_however_a_command_finds_it(
-    flags: list[str], variables: dict[str, str], project: Project, monkeypatch: pytest.MonkeyPatch
+    compiler: str,
+    words: str,
+    variables: dict[str, str],
+    source: str,
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = project.plan().folder / "inc"  # relative to where commands run
-    folder.mkdir(parents=True)
-    project.write("c.cu", "#if 0\n  #  include <new.h>\n#endif\n")
+    """The header counts before it is there, and with each content; so does what an options file says."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    folder = project.plan().folder  # where commands run
+    (folder / "inc").mkdir(parents=True)
+    (folder / "options").write_text("-Iinc")
+    project.write("c.cu", source)
+    flagged = project.with_flags(*words.split())
     keys = []
     for text in ("", "int x;\n", "int y;\n"):
         if text:
-            (folder / "new.h").write_text(text)
-        keys.append(Keys(project.with_flags(*flags).plan()).objects)
-    for name, changes in (("a.o", "-include" in flags), ("c.o", True)):
-        assert len({each[name] for each in keys}) == (3 if changes else 1)
+            (folder / "inc" / "new.h").write_text(text)
+        keys.append(Keys(flagged.plan()))
+    assert len({each.objects["c.o"] for each in keys}) == len({each.library for each in keys}) == 3
+    assert len({each.objects["a.o"] for each in keys}) == (1 if source else 3)
+    (folder / "options").write_text("-Iinc -DX")
+    changed = Keys(flagged.plan()).objects["c.o"] != keys[-1].objects["c.o"]
+    assert changed == ("options" in re.split("[ =@]", words))
+
+
+def test_an_empty_folder_of_a_variable_is_the_current_folder(
+    gxx: str, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the compiler has it, and as it counts."""
+    monkeypatch.setenv("CPATH", "other:")
+    folder = project.plan().folder
+    folder.mkdir(parents=True)
+    source = project.write("c.cu", "#include <new.h>\n")
+    keys = []
+    for text in ("int x;\n", "int y;\n"):
+        (folder / "new.h").write_text(text)
+        keys.append(Keys(project.plan()).objects["c.o"])
+    assert keys[0] != keys[1]
+    listed = subprocess.run(
+        [gxx, "-x", "c++", "-M", str(source)], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert "new.h" in listed.stdout
+
+
+@pytest.mark.parametrize("compiler", ["g++", "nvcc"])
+def test_compilers_take_each_of_these_spellings(
+    compiler: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the tables above are of the compilers' own language."""
+    program = str(request.getfixturevalue("nvcc")) if compiler == "nvcc" else request.getfixturevalue("gxx")
+    (tmp_path / "inc").mkdir()
+    (tmp_path / "inc" / "new.h").write_text("#define NEW 1\n")
+    (tmp_path / "options").write_text("-Iinc")
+    (tmp_path / "x.cu").write_text("")
+    (tmp_path / "y.cu").write_text("#include <new.h>\n")
+    refused = []
+    for _, words, variables, source in (each for each in SPELLINGS if each[0] == compiler):
+        command = [
+            program,
+            *words.split(),
+            "-x",
+            "cu" if compiler == "nvcc" else "c++",
+            "-M",
+            "y.cu" if source else "x.cu",
+        ]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        )
+        if "inc/new.h" not in done.stdout:
+            refused.append((words, variables, done.stderr))
+    assert not refused
+
+
+@pytest.mark.parametrize("name", COMPILER_ENVIRONMENT)
+def test_each_variable_of_a_compilers_counts(name: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [Keys(project.plan())]
+    for value in ("", "a", "b"):
+        monkeypatch.setenv(name, value)
+        keys.append(Keys(project.plan()))
+    assert len({each.objects["c.o"] for each in keys}) == len({each.library for each in keys}) == 4
+
+
+CCBIN = ("-ccbin {}", "-ccbin={}", "--compiler-bindir {}", "--compiler-bindir={}", "--options-file host")
+
+
+@pytest.mark.parametrize("place", ["program", "folder", "relative", "on PATH"])
+@pytest.mark.parametrize(
+    ("through", "spelling"),
+    [
+        ("NVCC_CCBIN", "{}"),
+        *((through, each) for through in ("flags", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS") for each in CCBIN),
+    ],
+)
+def test_the_host_compiler_counts_however_it_is_named(
+    through: str, spelling: str, place: str, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its version, in each place that nvcc takes."""
+    host = project.root / "hosts" / "gcc"
+    host.parent.mkdir()
+    folder = project.plan().folder
+    folder.mkdir(parents=True)
+    named = {
+        "program": str(host),
+        "folder": str(host.parent),
+        "relative": os.path.relpath(host, folder),
+        "on PATH": "gcc",
+    }[place]
+    monkeypatch.setenv("PATH", f"{host.parent}:{os.environ['PATH']}" if place == "on PATH" else os.environ["PATH"])
+    (folder / "host").write_text(f"-ccbin {named}\n")
+    words = spelling.format(named)
+    if through == "flags":
+        project = project.with_flags(*words.split())
+    else:
+        monkeypatch.setenv(through, words)
+    keys = []
+    for version in ("12.2.0", "13.2.0"):
+        host.write_text(f"#!/bin/sh\necho gcc {version}\n")
+        host.chmod(0o755)
+        keys.append(Keys(project.plan()).objects["c.o"])
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    "what", ["-DX=2", "-D X=2", "-UX", "-O2", "-gencode=arch=compute_120a,code=sm_120a", "-Xptxas -O1"]
+)
+def test_each_other_flag_counts(what: str, project: Project) -> None:
+    keys = [Keys(each.plan()) for each in (project, project.with_flags(*project.flags, *what.split()))]
+    assert keys[0].objects["c.o"] != keys[1].objects["c.o"]
+    assert keys[0].library != keys[1].library
+
+
+def test_a_script_in_place_of_a_compiler_or_before_it_counts(project: Project) -> None:
+    """By its content: an edit may leave its size and what it prints for ``--version``. So does ``nvcc.profile``."""
+    wrapper = project.root / "wrapper"
+    wrapper.write_text('#!/bin/sh\nexec "$@" -DA\n')
+    wrapper.chmod(0o755)
+
+    def key() -> str:
+        plan = project.plan()
+        return Keys(replace(plan, steps=tuple(replace(step, launcher=(str(wrapper),)) for step in plan.steps))).library
+
+    keys = [key()]
+    wrapper.write_text('#!/bin/sh\nexec "$@" -DB\n')
+    keys.append(key())
+    project.change_compiler("# Understands", "# another\n")
+    keys.append(key())
+    project.compiler.write_text(project.compiler.read_text().replace("# another\n", "# changed\n"))
+    keys.append(key())
+    profile = project.compiler.parent / "nvcc.profile"
+    for flags in ("-O1", "-O2"):
+        profile.write_text(f"PTXAS_FLAGS += {flags}\n")
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{0}/libx.a",
+        "-L{0} -lx",
+        "-L {0} -lx",
+        "-L{0} -l:libx.a",
+        "-Wl,--version-script={0}/libx.a",
+        "-Wl,-T,{0}/libx.a",
+        "@{0}/libx.a",
+    ],
+)
+def test_what_a_linker_takes_over_counts(words: str, project: Project, tmp_path: Path) -> None:
+    """A shared library does not: it is read when the module is loaded."""
+    (tmp_path / "libx.so").write_text("shared")
+    keys = []
+    for text in ("one", "two"):
+        (tmp_path / "libx.a").write_text(text)
+        plan = replace(project.plan(), link_flags=("-shared", *words.format(tmp_path).split()))
+        keys.append(Keys(plan))
+    assert keys[0].library != keys[1].library
+    assert keys[0].objects == keys[1].objects
+    (tmp_path / "libx.so").write_text("another")
+    assert Keys(plan).library == keys[1].library
 
 
 def test_a_header_that_comes_to_stand_before_another_counts(project: Project) -> None:
@@ -154,21 +355,22 @@ def test_a_load_reads_no_file_that_is_in_the_memo(project: Project, monkeypatch:
     real = content_key.read_file
     monkeypatch.setattr(content_key, "read_file", lambda path: (read.append(Path(path).name), real(path))[1])
     assert project.fresh
+    compiler = ["nvcc"]  # a script: its content is its identity
     assert sorted(name for name in read if not name.startswith("demo-")) == sorted(
-        ["digests.json", "a.cu", "b.cu", "c.cu", "one.h", "two.h"]
+        [*compiler, "digests.json", "a.cu", "b.cu", "c.cu", "one.h", "two.h"]
     )
     monkeypatch.setattr(content_key, "_YOUNG", -3600.0)
     assert project.fresh  # writes the memo
     read.clear()
     assert project.fresh
-    assert read == ["digests.json"]
+    assert read == ["digests.json", *compiler]
     header = project.root / "src" / "two.h"
     before = header.stat()
     header.write_text("int TWO;\n")
     os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
     read.clear()
     assert not project.fresh
-    assert read == ["digests.json", "two.h"]
+    assert sorted(read) == ["digests.json", *compiler, "two.h"]
 
 
 def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +386,18 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
         path.write_text("two")
         assert (Files(memo).digest(path) == before) == remembered
         path.write_text("one")
+
+
+def test_a_file_is_remembered_from_two_seconds_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, memo = tmp_path / "x.h", tmp_path / "memo"
+    path.write_text("one")
+    monkeypatch.setattr(content_key.time, "time", lambda: 1000.0)
+    for changed, remembered in ((998_000_000_001, False), (998_000_000_000, False), (997_999_999_999, True)):
+        monkeypatch.setattr(content_key, "_state", lambda path, changed=changed: [3, 1, changed, 1])
+        files = Files(memo)
+        files.digest(path)
+        files.remember()
+        assert (str(path) in content_key._read_memo(memo)) == remembered, changed
 
 
 def test_names_of_folders_in_each_other(tmp_path: Path) -> None:

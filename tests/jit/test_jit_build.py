@@ -131,29 +131,85 @@ def test_removed_source_leaves_the_library(project: Project) -> None:
     assert "int c;" not in project.plan().library.read_text()
 
 
-def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(project: Project) -> None:
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "half": lambda content: content[: len(content) // 2],
+    "empty": lambda _: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "a bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "more": lambda content: content + b"\0",
+}
+"""What a full disk, a loss of power or memory makes of a file."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(
+    damage: Callable[[bytes], bytes], project: Project, jit_log: pytest.LogCaptureFixture
+) -> None:
     project.build()
     project.calls()
     plan = project.plan()
     good = plan.library.read_bytes()
-    plan.library.write_bytes(good[: len(good) // 2])
-    plan.object_path(plan.steps[1]).write_bytes(b"")
+    plan.library.write_bytes(damage(good))
+    made = project.object_of("b")
+    made.write_bytes(damage(made.read_bytes()))
     assert not project.fresh
-    project.build()
+    jit_log.clear()
+    assert project.build().compiled == ["b.o"]
     assert project.calls() == ["b.cu"]
     assert plan.library.read_bytes() == good
+    told = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]
+    assert told == [
+        f"{plan.library.resolve()} is damaged; a build links it again",
+        f"{made} is damaged; it is compiled again",
+    ]
+    assert project.fresh
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_objects_are_not_linked_into_a_changed_module(
+    damage: Callable[[bytes], bytes], project: Project
+) -> None:
+    """Every object at once, and the build file."""
+    project.build()
+    project.calls()
+    for name in "abc":
+        made = project.object_of(name)
+        made.write_bytes(damage(made.read_bytes()))
+    ninja = project.plan().ninja_path
+    ninja.write_bytes(damage(ninja.read_bytes()))
+    project.write("c.cu", "int another;\n")
+    assert sorted(project.build().compiled) == ["a.o", "b.o", "c.o"]
+    text = project.plan().library.read_text()
+    assert all(f"int {word};" in text for word in ("one", "two", "another"))
+
+
+def test_a_library_of_which_the_memo_says_nothing_new_is_read_by_a_build(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may lose a file's content and keep its times; whoever cannot load it has it built."""
+    library = project.build().library
+    good = library.read_bytes()
+    believed, digest = library.stem.rpartition("-")[2], engine.Files.digest
+    monkeypatch.setattr(
+        engine.Files, "digest", lambda files, path: believed if path == library else digest(files, path)
+    )
+    library.write_bytes(bytes(len(good)))
+    assert project.fresh
+    report = project.build()
+    assert (report.linked, report.compiled) == (True, [])
+    assert library.read_bytes() == good
 
 
 def test_what_another_module_compiled_is_not_compiled_again(
     project: Project, jit_log: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does it change when the other one's is removed. An empty one, and one of other flags, is compiled."""
+    """Nor does it change when the other one's is removed. A damaged one, and one of other flags, is compiled."""
     project.write("a.cu", SPILLS.format(8))
     project.names = ["a", "b"]
     project.build()
     assert project.calls() == ["a.cu", "b.cu"]
     other = replace(project, module="other", names=["a", "b", "c"])
-    project.plan().object_path(project.plan().steps[1]).write_bytes(b"")
+    project.object_of("b").write_bytes(bytes(project.object_of("b").stat().st_size))
     jit_log.clear()
     assert sorted(other.build().compiled) == ["b.o", "c.o"]
     assert project.calls() == ["b.cu", "c.cu"]
@@ -222,7 +278,9 @@ def test_two_processes_build_once(project: Project) -> None:
 
 @pytest.mark.parametrize("after", ["int c3;\n", None], ids=["another content", "the same again"])
 def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project: Project, after: str | None) -> None:
-    """Nor what they made: with nobody left who sees whether a file was edited meanwhile."""
+    """Those that do not end with it. Nor does what they made stay: nobody is left who sees whether a file was edited
+    meanwhile."""
+    project.change_compiler("if source is None", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n")
     project.build()
     project.calls()
     project.write("b.cu", "int another;\n")
@@ -244,6 +302,49 @@ def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project
     assert (report.compiled, project.calls()) == (["c.o"], ["c.cu"])
     assert not (project.plan().folder / "tmp").exists()
     assert project.fresh
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGSEGV], ids=lambda n: n.name
+)
+def test_a_builders_end_is_its_compilers_end(project: Project, number: signal.Signals) -> None:
+    """The lock is free then, and the next build takes the objects that were done."""
+    project.write("c.cu", "// fake: wait\nint c;\n")
+    child = os.fork()
+    if child == 0:
+        try:
+            if number != signal.SIGKILL:
+                signal.signal(number, signal.SIG_DFL)
+            project.build()
+        finally:
+            os._exit(1)
+    while "c.cu" not in _calls_so_far(project) or len(_objects(project)) < 2:
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+    with engine.module_lock(project.plan().lock_path):  # waits for ninja and the compilers alone: nobody writes "go"
+        assert not _compilers_of(project)
+    assert {path.name for path in _objects(project)} == {"a.o", "b.o"}
+    assert not project.fresh
+    project.write("c.cu", "int c;\n")
+    assert project.build().compiled == ["c.o"]
+    assert not (project.plan().folder / "tmp").exists()
+
+
+def _objects(project: Project) -> list[Path]:
+    return list(project.plan().folder.glob("obj/*/*.o"))
+
+
+def test_a_builder_that_has_ended_starts_no_ninja() -> None:
+    """It may end before ninja's process asks to end with it."""
+    command = engine.ninja_command("--version")
+    command[command.index(str(os.getpid()))] = str(os.getppid())
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the process that builds has ended" in done.stderr
+    done = subprocess.run(engine.ninja_command("--version"), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_lock_file_that_its_holder_removes_is_taken_again(project: Project) -> None:
@@ -422,6 +523,20 @@ def test_log_and_progress(
     ]
     told = [record.getMessage() for record in jit_log.records if record.levelno >= logging.INFO]
     assert told == [lines[0], lines[-1]]  # it took no ten seconds
+
+
+def test_a_line_of_progress_is_told_from_the_tenth_second_on(
+    monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
+) -> None:
+    """Since the last one that was told."""
+    now = [100.0]
+    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
+    progress = engine.Progress("demo")
+    for done, seconds in enumerate((9.999, 0.001, 9.999, 0.001, 25.0, 1.0), 1):
+        now[0] += seconds
+        progress.tell(done, 6, "a.o")
+    told = [record.getMessage() for record in jit_log.records if record.levelno == logging.INFO]
+    assert told == ["demo [2/6] a.o", "demo [4/6] a.o", "demo [5/6] a.o"]
 
 
 SPILLS = "// fake: say ptxas warning : Local memory used for function '_Z1kPi', size of stack frame: {} bytes\n"

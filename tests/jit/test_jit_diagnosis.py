@@ -116,6 +116,14 @@ CASES = [
         '/tmp/z.cudafe1.stub.c:13:188: error: macro "__cudaLaunch" passed 2 arguments, but takes just 1',
         'pip install "nvidia-cuda-nvcc==13.0.*"',
     ),
+    (1, 0, "/usr/bin/ld: error: x.cuda.o: file too short\ncollect2: error: ld returned 1 exit status", "is damaged"),
+    (
+        1,
+        0,
+        "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\ncollect2: error: ld returned 1 exit status",
+        "sm12x-cache clear --module NAME",
+    ),
+    (1, 0, "/tmp/x.s: Fatal error: can't create /tmp/x.o: Disk quota exceeded", "is full"),
     (1, 0, "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'", "is full"),
     (
         2,

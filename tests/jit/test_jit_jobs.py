@@ -30,10 +30,28 @@ def test_memory_and_cores_decide(machine: None, need: int, expected: int) -> Non
     assert parallel_jobs(need) == (expected, "20 cores, 10.0 GiB of memory free")
 
 
+@pytest.mark.parametrize("need", [GIB // 4, GIB, 6 * GIB])
+@pytest.mark.parametrize("number", [1, 2, 3, 19, 20, 21])
+def test_one_more_compiler_runs_from_the_byte_on_that_it_needs(
+    number: int, need: int, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine tenths of the free memory count, to two bytes; there are 20 cores, and one runs in any case."""
+    edge = -(-number * need * 10 // 9)
+    for free, expected in ((edge + 2, min(number, 20)), (edge - 2, max(1, number - 1))):
+        monkeypatch.setattr(jobs, "available_memory", lambda free=free: free)
+        assert parallel_jobs(need)[0] == expected
+
+
 def test_max_jobs_wins(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_JOBS", "70")
     assert parallel_jobs(100 * GIB) == (70, "MAX_JOBS=70")
     assert parallel_jobs(100 * GIB, 3) == (3, "3 asked for")
+
+
+def test_one_job_may_be_asked_for(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "1")
+    assert parallel_jobs(1) == (1, "MAX_JOBS=1")
+    assert parallel_jobs(1, 1) == (1, "1 asked for")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
@@ -83,6 +101,28 @@ def test_available_memory_with_version_1_groups(tmp_path: Path) -> None:
 
 def test_unknown_machine_allows_one_job(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == DEFAULT_JOB_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("used", "cached", "left"),
+    [(GIB, 0, 0), (GIB - 1, 0, 1), (GIB + 1, 0, 0), (GIB + 1, 2, 1), (5, 6, GIB), (5, 5, GIB), (5, 4, GIB - 1)],
+)
+def test_memory_of_a_group_around_its_limit(tmp_path: Path, used: int, cached: int, left: int) -> None:
+    """What can be reclaimed is free; there may be more of it than is used, and more used than is allowed."""
+    root = _machine(tmp_path, 8 * MIB)
+    _group(root, "slice", memory_max=GIB, memory_current=used, memory_stat=f"inactive_file {cached}")
+    assert available_memory(root) == left
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [(1, 1), (99_999, 1), (100_000, 1), (100_001, 2), (200_000, 2), (799_999, 8), (800_000, 8), (800_001, 8)],
+)
+def test_cores_of_a_quota_at_its_edges(quota: int, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda _: set(range(8)))
+    root = _machine(tmp_path, 1)
+    _group(root, "slice", cpu_max=f"{quota} 100000")
+    assert usable_cores(root) == cores
 
 
 def test_cpu_quota(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -114,6 +115,23 @@ def test_debug_build_and_embedded_ptx_which_has_a_name_of_its_own(monkeypatch: p
     assert "-O3" not in flags
     assert "-gencode=arch=compute_121a,code=compute_121a" in flags
     assert "--compress-mode=none" in flags
+
+
+@pytest.mark.parametrize("kind", modules.MMA_KINDS)
+def test_widths_of_sums_at_their_edges(kind: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there are."""
+    monkeypatch.setattr(jit_env, "FLASHINFER_WORKSPACE_DIR", workspace)
+    monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
+    narrowest = modules.NARROWEST_SUM
+    assert modules.drift(narrowest) < 2.0**-9 <= modules.drift(narrowest - 1)
+    probed = workspace / modules.PROBE_FILE
+    for bits, in_half in ((1, True), (narrowest - 1, True), (narrowest, False), (64, False), (None, False)):
+        probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
+        assert modules.multiplies_in_half(kind) == in_half, bits
+    for bits in (0, 65, -1, 20.0, "20"):
+        probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
+        with pytest.raises(ValueError, match="it must be an integer from 1 to 64"):
+            modules.multiplies_in_half(kind)
 
 
 def test_no_architecture_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,19 +296,23 @@ def test_real_missing_suffix_gives_the_hint(workspace: Path) -> None:
     assert str(caught.value).splitlines()[-1] == f"Log: {spec.build_dir / 'build.log'}"
 
 
-@needs_nvcc
-def test_pip_toolkit_alone_is_enough(workspace: Path) -> None:
-    """A process with neither nvcc on PATH nor CUDA_HOME plans with the toolkit from PyPI."""
+def test_pip_toolkit_alone_is_enough(gxx: str, workspace: Path) -> None:
+    """A process with neither nvcc on PATH nor CUDA_HOME nor a toolkit in the default place plans with the toolkit from
+    PyPI, which comes after all of them."""
     if not any((folder / "cu13" / "bin" / "nvcc").exists() for folder in toolchain.wheel_folders()):
         pytest.skip("nvidia-cuda-nvcc is not installed")
-    environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
+    others = ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC")
+    environment = {key: value for key, value in os.environ.items() if key not in others}
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
     environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
     code = (
-        "from flashinfer.jit.sm12x import modules; plan = modules.gen_fused_moe_module().plan;"
+        "from pathlib import Path; from flashinfer.jit.sm12x import modules, toolchain;"
+        f"toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});"
+        "plan = modules.gen_fused_moe_module().plan;"
         "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"
     )
     out = forked_python.run(["-c", code], env=environment)
+    assert out.returncode == 0, out.stderr
     description, compiler, link = out.stdout.strip().splitlines()[-3:]
     assert description.endswith("(found through pip)"), out.stderr
     assert compiler.endswith("nvidia/cu13/bin/nvcc")
@@ -368,16 +390,9 @@ def test_compilers_are_asked_to_tell_of_spills_where_there_must_be_none(
     assert not asked()
 
 
-def _need_cuobjdump() -> None:
-    try:
-        inspect_sass.find_tool()
-    except toolchain.ToolchainError as error:
-        pytest.skip(str(error))
-
-
 @needs_nvcc
+@pytest.mark.usefixtures("cuobjdump")
 def test_machine_code_is_read(workspace: Path, jit_log: pytest.LogCaptureFixture) -> None:
-    _need_cuobjdump()
     spec = small_spec(workspace)
     spec.extra_cuda_cflags.append(diagnosis.WARN_OF_LOCAL_MEMORY)
     spec.sources[0].write_text(
@@ -410,9 +425,9 @@ def test_machine_code_is_read(workspace: Path, jit_log: pytest.LogCaptureFixture
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("cuobjdump")
 def test_table_of_instances_as_built(workspace: Path) -> None:
     """One instance of the real module: its rows hold what its machine code does."""
-    _need_cuobjdump()
     row = MAIN_MODULE[0]
     whole = modules.gen_fused_moe_module()
     source = next(source for source in whole.sources if source.stem == row.name)

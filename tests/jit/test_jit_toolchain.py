@@ -316,7 +316,7 @@ def test_banner_without_a_version(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def bare_toolkit(tmp_path: Path) -> toolchain.Toolkit:
+def bare_toolkit(gxx: str, tmp_path: Path) -> toolchain.Toolkit:
     """As from PyPI: ``lib`` with a versioned runtime, no link name, no stub of the driver."""
     root = make_toolkit(tmp_path / "cu13", libraries="lib")
     library = root / "lib" / "libcudart.so.13"
@@ -358,6 +358,11 @@ def test_shim_is_made_once_and_mended(bare_toolkit: toolchain.Toolkit, tmp_path:
     stub.unlink()
     assert link_shim(bare_toolkit, tmp_path / "cache") == first
     assert stub.exists()
+    for damage in (lambda content: content[: len(content) // 2], lambda content: bytes(len(content)), lambda _: b""):
+        good = stub.read_bytes()
+        stub.write_bytes(damage(good))
+        assert link_shim(bare_toolkit, tmp_path / "cache") == first
+        assert stub.read_bytes() == good
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [first.name]
 
 

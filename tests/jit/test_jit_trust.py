@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,6 +237,18 @@ def test_the_owners_own_group_may_write(cache: Path, monkeypatch: pytest.MonkeyP
         require_trusted(cache)
 
 
+def test_as_many_links_are_followed_as_linux_follows(cache: Path) -> None:
+    link = cache
+    for number in range(41):
+        link, target = cache.with_name(f"link{number}"), link
+        link.symlink_to(target)
+    require_trusted(cache.with_name("link39"))
+    assert cache.with_name("link39").read_bytes() == b""
+    for use in (require_trusted, Path.read_bytes):
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            use(link)
+
+
 def test_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
     with umask(0):
         make_folder(tmp_path / "a" / "b")
@@ -319,6 +332,31 @@ def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeyp
     assert not said.exists()
     assert (folder / "said").stat().st_mode & 0o777 == 0o644
     assert os.environ["TMPDIR"] == "/elsewhere"
+
+
+def test_a_builders_end_is_the_end_of_upstreams_compilers(workspace: Path) -> None:
+    """The build file's command writes its number, and waits longer than the test would."""
+    folder = workspace / "cached_ops" / "norm"
+    folder.mkdir(parents=True)
+    ninja_file, number = folder / "build.ninja", folder / "number"
+    ninja_file.write_text("rule wait\n command = echo $$$$ > new && mv new number && sleep 10000\nbuild said: wait\n")
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            cpp_ext.run_ninja(folder, ninja_file, False)
+        finally:
+            os._exit(1)
+    while not number.exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    compiler = Path("/proc", number.read_text().strip())
+    deadline = time.monotonic() + 600
+    while compiler.exists():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.02)
 
 
 @needs_nvcc
@@ -571,6 +609,7 @@ def waits() -> Iterator[None]:
 PIPES = ("build.ninja", "digests.json", "spills.json", "build.log", ".ninja_log", "obj/a.o")
 
 
+@needs_nvcc
 @pytest.mark.parametrize("name", PIPES)
 @pytest.mark.parametrize("whose", ["this family's", "upstream's"])
 @pytest.mark.usefixtures("waits")

@@ -17,15 +17,11 @@ import pytest
 
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
-from flashinfer.jit.sm12x import build, inspect_sass, modules, toolchain
+from flashinfer.jit.sm12x import build, modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import INSTANCES, MOE_MODULES, is_alone
 
-try:
-    toolchain.discover()
-    inspect_sass.find_tool()
-except toolchain.ToolchainError as error:
-    pytestmark = pytest.mark.skip(reason=str(error))
+pytestmark = pytest.mark.usefixtures("nvcc", "cuobjdump")
 
 # The system counts a program's memory from what started it: so it is asked below a process that has imported nothing.
 NINJA = """#!{python} -IS

@@ -18,6 +18,7 @@ import pytest
 import torch
 from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 from flashinfer.jit.xqa import gen_xqa_module
+from jit_fakes import needs_nvcc
 from layer_toys import REPO, Run
 
 import flashinfer.decode as decode
@@ -151,6 +152,7 @@ core.build_jit_specs([])
 """
 
 
+@needs_nvcc
 def test_what_was_built_beforehand_is_not_compiled_by_the_start(
     run_python: Run, site_packages: Path, tmp_path: Path
 ) -> None:

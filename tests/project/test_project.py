@@ -199,3 +199,24 @@ def test_ci_gives_up_roots_privileges(toolkit: Path) -> None:
         pytest.skip(result.stderr)
     assert (result.stdout, result.returncode) == ("", 1)
     assert "Permission denied" in result.stderr
+
+
+def test_ci_hides_pips_compiler_where_it_is_asked_to(toolkit: Path) -> None:
+    """In the environment of the Python on PATH, and nothing else of it."""
+    environment = toolkit / "environment"
+    packages = environment / "lib" / "python3.11" / "site-packages" / "nvidia"
+    for name in ("cu13/bin/nvcc", "cu13/nvvm/bin/cicc", "cu13/include/cuda.h", "other/bin/program"):
+        (packages / name).parent.mkdir(parents=True)
+        (packages / name).touch()
+    (toolkit / "python").write_text(f"#!/bin/sh\necho {environment}\n")
+    (toolkit / "python").chmod(0o755)
+    look = ("find", str(packages), "-type", "f", "-printf", "%P ")
+    seen = bare("--no-compiler", *look, path=toolkit)
+    if "the kernel permits none" in seen.stderr:
+        assert seen.returncode == 2
+        pytest.skip(seen.stderr)
+    assert set(seen.stdout.split()) == {"cu13/include/cuda.h", "other/bin/program"}
+    assert len(bare(*look, path=toolkit).stdout.split()) == 4
+    refused = bare("--no-compilers", *look, path=toolkit)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "usage: .ci/bare [--user] [--no-compiler] COMMAND..." in refused.stderr

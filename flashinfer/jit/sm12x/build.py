@@ -6,21 +6,23 @@
     build.ninja                          the commands
     fused_moe_120-<key>-<digest>.so      the library of a content key, and the digest by which damage is seen
     fused_moe_120.so                     a link to the library that was built last
-    obj/<key>/                           an object, so that an edit compiles only what it touches
+    obj/<key>-<digest>/                  an object, so that an edit compiles only what it touches
     spills.json                          objects whose kernels spill registers, and how many bytes
     digests.json                         the memo of ``content_key``
     build.log                            what the last build printed
     tmp/                                 the compilers' TMPDIR, removed after a build
 
 A file gets its name only when it is complete, and the name is a hash of its inputs (``content_key``). So ninja compares
-no file times: it makes the files that are missing. An object that another module of the cache has, such as the binding
-of several formats, is linked from there. A successful build removes files of other keys; a process that has loaded such
-a library keeps it.
+no file times: it makes the files that are missing. An object or a library whose content is not of the digest in its name
+is damaged, by a full disk or a loss of power: a build replaces it. An object that another module of the cache has, such
+as the binding of several formats, is linked from there. A successful build removes files of other keys; a process that
+has loaded such a library keeps it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -37,7 +39,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,11 +47,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...sm12x import variables
-from .content_key import Files, hash_file, key_of, namer, searched_by
+from .content_key import Files, digest_of, hash_file, host_compilers, key_of, linked_by, namer, searched_by, words_of
 from .diagnosis import (
     WITHOUT_A_WORD,
     JitBuildError,
-    explain_os_error,
+    explained_os_errors,
     first_error_line,
     hint_for,
     local_memory,
@@ -59,7 +61,6 @@ from .diagnosis import (
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
 from .trust import (
-    PRIVATE,
     UntrustedCacheError,
     make_folder,
     read_file,
@@ -70,15 +71,37 @@ from .trust import (
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
-COMPILER_ENVIRONMENT = (
+FLAG_VARIABLES = (
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
-    "NVCC_CCBIN",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
+    # nvcc.profile, which lies beside nvcc, adds to these.
+    "INCLUDES",
+    "SYSTEM_INCLUDES",
+    "LIBRARIES",
+    "CUDAFE_FLAGS",
+    "PTXAS_FLAGS",
 )
-"""Variables that change what a compiler makes of the same command."""
+"""Variables whose words are flags of nvcc's or of a program that it runs."""
+
+FOLDER_VARIABLES = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+"""Variables whose folders, with a colon between them, GCC and Clang search for headers."""
+
+COMPILER_ENVIRONMENT = (
+    *FLAG_VARIABLES,
+    *FOLDER_VARIABLES,
+    "NVCC_CCBIN",
+    # Where GCC finds its own programs and libraries, and flags that Clang adds.
+    "GCC_EXEC_PREFIX",
+    "COMPILER_PATH",
+    "LIBRARY_PATH",
+    "CCC_OVERRIDE_OPTIONS",
+    # A launcher's: another compiler, and what it may pass over when it compares.
+    "CCACHE_COMPILER",
+    "CCACHE_IGNOREHEADERS",
+    "CCACHE_IGNOREOPTIONS",
+    "CCACHE_SLOPPINESS",
+)
+"""Variables that change what a compiler makes of the same command. Not those of dates: no source has ``__DATE__``."""
 
 WITHOUT_EFFECT = ("--threads=",)
 """Beginnings of flags that change nothing in what is made."""
@@ -116,6 +139,29 @@ def finished_step(line: str) -> tuple[int, int, str] | None:
     return (int(done[1]), int(done[2]), done[4]) if done else None
 
 
+_NINJA_ENDS_WITH_ITS_STARTER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that builds has ended")
+os.umask(os.umask(0o022) | 0o022)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ninja_command(*words: str) -> list[str]:
+    """The command that runs ninja with ``words``.
+
+    However the thread that starts it ends (a signal, a crash, the kernel's want of memory), ninja gets SIGTERM then, and
+    ends its compilers. Nobody else may write to the files that they make, whatever the umask.
+
+    Raises:
+        ToolchainError: ninja is not installed.
+    """
+    starter = [sys.executable, "-I", "-S", "-c", _NINJA_ENDS_WITH_ITS_STARTER, str(os.getpid())]
+    return [*starter, find_ninja(), *words]
+
+
 _RULES = """\
 rule make
   command = $command
@@ -145,13 +191,6 @@ class CompileStep:
     def command(self, source: str, output: str) -> tuple[str, ...]:
         """Program and arguments that compile ``source`` into ``output``."""
         return (*self.launcher, self.compiler, *self.flags, "-c", source, "-o", output)
-
-    @property
-    def host_compiler(self) -> str:
-        """The compiler that nvcc runs for the host's part."""
-        if "-ccbin" in self.flags[:-1]:
-            return self.flags[self.flags.index("-ccbin") + 1]
-        return str(variables.read("NVCC_CCBIN") or "gcc")
 
 
 def host_compiler() -> str:
@@ -214,10 +253,33 @@ class ModulePlan:
         return self.folder / "build.ninja"
 
     def object_path(self, step: CompileStep) -> Path:
-        """The object that a build makes of the files as they are now."""
+        """The object that was built of the files as they are now.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
         path = Keys(self).objects[step.name]
-        places = [folder / "obj" / path for folder in (self.folder, self.read_only) if folder]
-        return next(filter(Path.is_file, places), places[0])
+        for folder in filter(None, (self.folder, self.read_only)):
+            for made in _objects_of(folder, path):
+                return made
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder / "obj" / path))
+
+
+def _objects_of(folder: Path, path: str, modules: str = "") -> list[Path]:
+    """The files of an object in a module's folder, or with ``*/`` in those of all modules in a folder.
+
+    Args:
+        folder: The folder.
+        path: The object's key and name, as in :attr:`Keys.objects`.
+        modules: What lies between the folder and ``obj``.
+    """
+    key, _, name = path.partition("/")
+    return sorted(folder.glob(f"{modules}obj/{key}-*/{glob.escape(name)}"))
+
+
+def _bears(name: str, digest: str | None) -> bool:
+    """Whether a file's name, without its suffix, states that digest."""
+    return digest is not None and name.endswith(f"-{digest[:16]}")
 
 
 class Keys:
@@ -226,14 +288,14 @@ class Keys:
     Attributes:
         files: Digests of the files.
         sources: Name of a step -> paths and digests of all files that it reads.
-        objects: Name of a step -> its object, relative to ``obj``.
+        objects: Name of a step -> its object's key and file name, with a slash between them.
         library: The library's key.
     """
 
     def __init__(self, plan: ModulePlan) -> None:
         self._plan, self._name = plan, functools.cache(namer(plan.roots))
         self.files = Files(plan.folder / "digests.json")
-        self._environment = [os.environ.get(name) for name in COMPILER_ENVIRONMENT]
+        self._environment = {name: os.environ[name] for name in COMPILER_ENVIRONMENT if name in os.environ}
         self._searched = functools.cache(self._search)
         # The library's key takes all files at once: the files of one source matter only if it is compiled.
         sources: dict[tuple[str, ...], list[str]] = {}
@@ -244,7 +306,9 @@ class Keys:
             read |= self._read(flags, paths)
         commands = [self._commands(step) for step in plan.steps]
         link = self._words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
-        self.library = key_of(commands, link, self._contents(read))
+        places = [f"-L{folder}" for folder in self._environment.get("LIBRARY_PATH", "").split(":") if folder]
+        linked = {path: self.files.digest(path) for path in linked_by([*plan.link_flags, *places], plan.folder)}
+        self.library = key_of(commands, link, self._contents(read), self._contents(linked))
 
     @cached_property
     def sources(self) -> dict[str, dict[str, str | None]]:
@@ -259,8 +323,12 @@ class Keys:
 
     def _commands(self, step: CompileStep) -> list[Any]:
         """A step's command, its compilers' identities and their environment: the part of its key besides the files."""
-        identities = [compiler_identity(step.compiler), compiler_identity(step.host_compiler)]
-        return [self._words(step.command(str(step.source), "")), identities, self._environment]
+        words = self._flags(step.flags)
+        unnamed = ["-ccbin", self._environment.get("NVCC_CCBIN") or "gcc"]
+        hosts = host_compilers(words, self._plan.folder) or host_compilers(unnamed, self._plan.folder)
+        identities = [compiler_identity(program) for program in (step.compiler, *hosts)]
+        launcher = [_facts(program) for program in filter(None, map(shutil.which, step.launcher))]
+        return [self._words(step.command(str(step.source), "")), identities, launcher, self._environment]
 
     def _contents(self, files: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
         return sorted((self._name(path), digest) for path, digest in files.items())
@@ -270,29 +338,39 @@ class Keys:
         return self.files.read_by([*sources, *files], folders)
 
     def _search(self, flags: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        words = [*flags]
-        for name, value in zip(COMPILER_ENVIRONMENT, self._environment, strict=True):
-            if value and name.endswith("FLAGS"):
-                words += value.split()
-            elif value and name.endswith("PATH"):
-                words += [word for folder in value.split(":") if folder for word in ("-I", folder)]
-        return searched_by(words, self._plan.folder)
+        folders, files = searched_by(self._flags(flags), self._plan.folder)
+        for value in map(self._environment.get, FOLDER_VARIABLES):
+            # An empty one is the folder in which the compiler runs.
+            folders += [os.path.join(self._plan.folder, folder) for folder in value.split(":")] if value else []
+        return folders, files
+
+    def _flags(self, flags: Sequence[str]) -> list[str]:
+        """The flags of a command, and those that variables add."""
+        return [*flags, *(word for name in FLAG_VARIABLES for word in words_of(self._environment.get(name, "")))]
 
     def _words(self, words: Sequence[str]) -> list[str]:
         return [self._name(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
 
-    def find(self) -> Path | None:
-        """The library that bears the key, in the module's folder or the one that can only be read, and is whole."""
+    def find(self, digest_of: Callable[[Path], str | None] | None = None) -> Path | None:
+        """The library that bears the key, in the module's folder or the one that can only be read, and is whole.
+
+        Args:
+            digest_of: Gives a file's digest; the memo's when omitted.
+        """
+        digest_of = digest_of or self.files.digest
         for folder in filter(None, (self._plan.folder, self._plan.read_only)):
             for path in folder.glob(f"{glob.escape(self._plan.name)}-{self.library}-*.so"):
-                digest = self.files.digest(path)
-                if digest is not None and path.stem.endswith(f"-{digest[:16]}"):
+                if _bears(path.stem, digest_of(path)):
                     return path
+                _logger.warning("%s is damaged; a build links it again", path)
         return None
 
-    @property
-    def ninja_text(self) -> str:
-        """The build file. Its paths but those of sources and headers are relative to the module's folder."""
+    def ninja_text(self, objects: Mapping[str, Path]) -> str:
+        """The build file. Its paths but those of sources and headers are relative to the module's folder.
+
+        Args:
+            objects: The objects that are there: :attr:`objects` -> file. The library is linked when all are.
+        """
         plan, lines = self._plan, [_RULES]
         for step in plan.steps:
             # nvcc has a shell expand a $ in the path of a source, which the path of a cache may hold.
@@ -300,8 +378,10 @@ class Keys:
             if "$" in source:
                 source = os.path.relpath(os.path.realpath(source), os.path.realpath(plan.folder))
             lines.append(_build_lines(self.objects[step.name], functools.partial(step.command, source)))
-        link = (plan.linker, *(f"obj/{path}" for path in self.objects.values()), *plan.link_flags)
-        lines.append(_build_lines(plan.library.name, lambda output: (*link, "-o", output)))
+        if objects.keys() >= {*self.objects.values()}:
+            files = [str(objects[path].relative_to(plan.folder)) for path in self.objects.values()]
+            link = (plan.linker, *files, *plan.link_flags)
+            lines.append(_build_lines(plan.library.name, lambda output: (*link, "-o", output)))
         return "".join(lines)
 
 
@@ -342,7 +422,7 @@ class BuildReport:
 
 @functools.cache
 def compiler_identity(compiler: str) -> str:
-    """Facts that tell one compiler from another: its version banner, and the sizes of the programs beside it.
+    """Facts that tell one compiler from another: its version banner, and the programs beside it.
 
     Upgrades in place change the banner; the sizes tell apart what a banner may not (a replaced ``ptxas``).
     """
@@ -354,23 +434,33 @@ def compiler_identity(compiler: str) -> str:
     except ToolchainError as error:
         banner = str(error)
     program = Path(found).resolve()
-    others = (program.parent / name for name in ("ptxas", "cudafe++", "fatbinary", "../nvvm/bin/cicc"))
-    return "\n".join([banner, *(f"{tool.name}:{tool.stat().st_size}" for tool in (program, *others) if tool.is_file())])
+    names = ("ptxas", "cudafe++", "fatbinary", "nvcc.profile", "../nvvm/bin/cicc")
+    others = (program.parent / name for name in names)
+    return "\n".join([banner, *(_facts(tool) for tool in (program, *others) if tool.is_file())])
+
+
+_LARGE = 1 << 16
+"""Bytes of a program from which on its size stands for its content. Scripts and ``nvcc.profile`` are smaller."""
+
+
+def _facts(program: str | Path) -> str:
+    size = os.path.getsize(program)
+    return f"{os.path.basename(program)}:{hash_file(program) if size < _LARGE else size}"
 
 
 @contextmanager
 def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
     """Hold the lock of a module while it is built or removed; gives its descriptor.
 
-    Whoever inherits the descriptor holds the lock, too: ninja and the compilers of a builder that was killed, so that
-    nobody builds beside them.
+    Whoever inherits the descriptor holds the lock, too: compilers of a builder that was killed, which do not end at once,
+    so that nobody builds beside them.
 
     Raises:
         BlockingIOError: another process holds it, and ``wait`` is False.
         UntrustedCacheError: another user can write to its folder.
         JitBuildError: the lock's folder cannot be written, or its file system knows no locks.
     """
-    try:
+    with explained_os_errors(path.stem, path.parent):
         make_folder(path.parent)
         require_trusted(path)
         while True:
@@ -391,10 +481,6 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
                 os.close(descriptor)
                 raise
             os.close(descriptor)  # its last holder removed it
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise explain_os_error(path.stem, path.parent, error) from error
     try:
         yield descriptor
     finally:
@@ -424,20 +510,20 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
     """
     started, cpu = time.monotonic(), _compilers_cpu()
     try:
-        require_trusted_tree(plan.folder)
-        compiled: dict[str, None] = {}
-        linked = False
-        while (library := (keys := Keys(plan)).find()) is None:
-            attempt = _Attempt(plan, keys, verbose, max_jobs, lock)
-            linked = attempt.make()
-            compiled |= dict.fromkeys(attempt.compiled)
-        _point(plan, library)
-        _tell_of_spills(plan, keys)
+        with explained_os_errors(plan.name, plan.folder):
+            require_trusted_tree(plan.folder)
+            compiled: dict[str, None] = {}
+            linked = False
+            # The library is read: a load that its damage ended believed the memo.
+            while (library := (keys := Keys(plan)).find(hash_file)) is None:
+                attempt = _Attempt(plan, keys, verbose, max_jobs, lock)
+                linked = attempt.make()
+                compiled |= dict.fromkeys(attempt.compiled)
+            _point(plan, library)
+            _tell_of_spills(plan, keys)
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None
-    except OSError as error:
-        raise explain_os_error(plan.name, plan.folder, error) from error
     return BuildReport(library, [*compiled], linked, _compilers_cpu() - cpu, time.monotonic() - started)
 
 
@@ -450,7 +536,7 @@ class _Attempt:
     """Compiles the objects of some keys that are missing, and links them.
 
     Commands write into ``tmp``. A result is moved to its key's name only if the files are still those of the key. So
-    neither a builder that is killed nor its compilers, which go on, leave a file under a wrong name.
+    neither a builder that is killed nor its compilers leave a file under a wrong name.
 
     Attributes:
         compiled: Names of the objects that were compiled.
@@ -460,18 +546,29 @@ class _Attempt:
         self._plan, self._keys, self._verbose, self._lock = plan, keys, verbose, lock
         self._jobs, self._decided_by = parallel_jobs(plan.job_memory, max_jobs)
         self._scratch = plan.folder / "tmp"
-        self._objects = {path: plan.folder / "obj" / path for path in keys.objects.values()}
+        self._wanted = list(keys.objects.values())
+        self._objects: dict[str, Path] = {}  # those of them that are there and whole
         self._edited: dict[str, None] = {}
         self._progress, self._steps = Progress(plan.name), 0
         self.compiled: list[str] = []
 
     def _missing(self) -> list[str]:
-        return [path for path, made in self._objects.items() if not made.is_file()]
+        return [path for path in self._wanted if path not in self._objects]
+
+    def _find_objects(self) -> None:
+        """Find the objects that are there; a damaged one is removed."""
+        for path in self._wanted:
+            for made in _objects_of(self._plan.folder, path):
+                if _bears(made.parent.name, hash_file(made)):
+                    self._objects[path] = made
+                else:
+                    _logger.warning("%s is damaged; it is compiled again", made)
+                    shutil.rmtree(made.parent)
 
     def _take_from_other_modules(self) -> None:
         """Link what is missing and another module has: by its key, compiling would make the same."""
         for path in self._missing():
-            for made in self._plan.folder.parent.glob(f"*/obj/{glob.escape(path)}"):
+            for made in _objects_of(self._plan.folder.parent, path, "*/"):
                 try:
                     require_trusted(made)
                 except UntrustedCacheError as error:  # of another module: this one needs it no more than a compiler
@@ -479,26 +576,32 @@ class _Attempt:
                     continue
                 # It is compiled where it is gone meanwhile, and where the file system has no hard links.
                 with contextlib.suppress(OSError):
-                    if made.is_file() and made.stat().st_size:
-                        os.link(made, self._objects[path])
+                    if _bears(made.parent.name, digest_of(made)):
+                        place = self._place(made.parent.name, made.name)
+                        os.link(made, place)
+                        self._objects[path] = place
                         if spilled := _spilling(made.parents[2]).get(path):
                             _note_spills(self._plan, {path: spilled})
                         break
+                    _logger.warning("%s is damaged; it is not taken for %s", made, self._plan.name)
+
+    def _place(self, folder: str, name: str) -> Path:
+        place = self._plan.folder / "obj" / folder / name
+        make_folder(place.parent)
+        return place
 
     def make(self) -> bool:
         """Build; return whether the library is complete. False: a file was edited meanwhile, so the keys have
         changed."""
         plan = self._plan
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a build that was killed
-        for path, made in self._objects.items():
-            make_folder(made.parent)
+        make_folder(plan.folder / "obj")
+        for path in self._wanted:
             make_folder((self._scratch / path).parent)
-            if made.is_file() and not made.stat().st_size:  # written just before the system lost its power
-                made.unlink()
+        self._find_objects()
         self._take_from_other_modules()
         missing = self._missing()
         self._steps = len(missing) + 1
-        write_atomically(plan.ninja_path, self._keys.ninja_text)
         try:
             _note_spills(plan, {})  # those of a build that was killed
             plan.log.unlink(missing_ok=True)
@@ -506,7 +609,7 @@ class _Attempt:
             with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
                 about = f"{plan.name}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}, {platform.platform()}"
                 head = (
-                    f"{len(missing)} of {len(self._objects)} objects are missing; "
+                    f"{len(missing)} of {len(self._wanted)} objects are missing; "
                     f"{self._jobs} compilers at once ({self._decided_by})"
                 )
                 log.write(f"# {about}\n# {plan.description}\n# {head}\n")
@@ -515,7 +618,7 @@ class _Attempt:
                 if not self._edited:
                     self._run(lambda: [plan.library.name], log)
             if not self._edited:
-                _install(plan, self._keys)
+                _install(plan, self._keys, {made.parent.name for made in self._objects.values()})
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         for path in self._edited:
@@ -527,6 +630,7 @@ class _Attempt:
         """Have ninja make ``paths()``. If a compiler is killed, make the missing ones again, one at a time."""
         plan = self._plan
         for jobs in dict.fromkeys((self._jobs, 1)):
+            write_atomically(plan.ninja_path, self._keys.ninja_text(self._objects))
             left = [f"tmp/{path}" for path in paths()]
             status, output = (
                 _run_ninja(plan, left, jobs, self._verbose, self._lock, log, self._keep) if left else (0, "")
@@ -541,13 +645,14 @@ class _Attempt:
     def _keep(self, path: str) -> None:
         """Move what a step made to its place, if it is an object, and of the files that its key says."""
         name, made = path.rpartition("/")[2], self._scratch / path
-        if path in self._objects and made.is_file():
+        if path in self._wanted and made.is_file():
             self.compiled.append(name)
             if edited := self._keys.files.changed(self._keys.sources[name]):
                 self._edited |= dict.fromkeys(edited)
             else:
-                made.replace(self._objects[path])
-        self._progress.tell(self._steps - len(self._missing()) - (path in self._objects), self._steps, name)
+                key, digest = path.partition("/")[0], digest_of(made)
+                self._objects[path] = made.replace(self._place(f"{key}-{digest[:16]}", name))
+        self._progress.tell(self._steps - len(self._missing()) - (path in self._wanted), self._steps, name)
 
 
 def _spilling(folder: Path) -> dict[str, int]:
@@ -572,7 +677,8 @@ def _spilling(folder: Path) -> dict[str, int]:
 def _note_spills(plan: ModulePlan, more: Mapping[str, int]) -> None:
     """Bring ``spills.json`` up to date, before the log is written anew or a build ends."""
     spilling = {**_spilling(plan.folder), **more}
-    spilling = {path: size for path, size in spilling.items() if (plan.folder / "obj" / path).is_file()}
+    there = {f"{made.parent.name.rpartition('-')[0]}/{made.name}" for made in plan.folder.glob("obj/*-*/*.o")}
+    spilling = {path: size for path, size in spilling.items() if path in there}
     write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
 
 
@@ -584,8 +690,8 @@ def _tell_of_spills(plan: ModulePlan, keys: Keys) -> None:
         _logger.warning("%s", spill_warning(plan.name, compiler_identity(compiler), spilling))
 
 
-def _install(plan: ModulePlan, keys: Keys) -> None:
-    """Give the library that was linked its name, and remove what bears other keys."""
+def _install(plan: ModulePlan, keys: Keys, objects: Collection[str]) -> None:
+    """Give the library that was linked its name, and remove all but it and the folders of ``objects`` in ``obj``."""
     linked = plan.folder / "tmp" / plan.library.name
     digest = hash_file(linked)
     if digest is None:
@@ -595,9 +701,8 @@ def _install(plan: ModulePlan, keys: Keys) -> None:
     for path in plan.folder.glob(f"{glob.escape(plan.name)}-*.so"):
         if path != library:
             path.unlink()
-    kept = {path.partition("/")[0] for path in keys.objects.values()}
     for path in (plan.folder / "obj").iterdir():
-        if path.name not in kept:
+        if path.name not in objects:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     _logger.info("%s is built", plan.name)
 
@@ -627,7 +732,7 @@ def _run_ninja(
     # Relative: nvcc has a shell expand a $ in TMPDIR.
     environment = {**os.environ, "TMPDIR": "tmp", "NINJA_STATUS": NINJA_STATUS}
     process = subprocess.Popen(
-        [*PRIVATE, find_ninja(), "--verbose", "-j", str(jobs), *paths],
+        ninja_command("--verbose", "-j", str(jobs), *paths),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,7 +6,8 @@ build would make now: no record is kept, and no file can be out of date. The has
 that its ``#include`` lines reach through the command's include folders. All such lines count, whatever ``#if``
 surrounds them, and each counts the file of that name in every folder, so neither macros nor the order of folders
 matters. Only a name in ``"..."`` that exists beside the including file means that file alone. The system's headers lie
-in none of these folders; the host compiler's version stands for them.
+in none of these folders; the host compiler's version stands for them. Flags are read in all spellings that nvcc and GCC
+take, also in lists that nvcc hands on (``-Xcompiler``) and in options files.
 
 A memo saves reading and hashing: it holds each file's digest with the size, times and inode that it had when hashed.
 """
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,37 +54,167 @@ def namer(roots: Mapping[str, str]) -> Callable[[str], str]:
     return lambda text: pattern.sub(lambda found: names[found[0]], text) if names else text
 
 
+def digest_of(path: str | Path) -> str:
+    """Hex SHA-256 of a file's content.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+    return hashlib.sha256(read_file(path)).hexdigest()
+
+
 def hash_file(path: str | Path) -> str | None:
-    """Hex SHA-256 of a regular file's content; None when it is none or cannot be read."""
+    """:func:`digest_of`; None if it is no regular file or cannot be read."""
     try:
-        return hashlib.sha256(read_file(path)).hexdigest()
+        return digest_of(path)
     except (OSError, ValueError):  # the latter: no path at all
         return None
 
 
+_TAKE_A_VALUE = {
+    "folder": (
+        *("-I", "-isystem", "-iquote", "-idirafter", "--include-path", "--system-include"),
+        *("--include-directory", "--include-directory-after"),
+    ),
+    "header": ("-include", "-imacros", "--pre-include", "--include", "--imacros"),
+    "options": ("-optf", "--options-file", "@"),
+    "host compiler": ("-ccbin", "--compiler-bindir"),
+    "file": ("-specs", "--specs", "-fplugin", "-fprofile-use", "-fauto-profile", "-wrapper"),
+}
+"""The flags of nvcc and GCC that name an input: the next word, or what follows a ``=``."""
+
+_JOINED = ("-I", "-isystem", "-iquote", "-idirafter", "-include", "-imacros", "@")
+"""Those of them whose value may follow at once."""
+
+_LONGEST_FIRST = sorted(
+    ((flag, kind) for kind, flags in _TAKE_A_VALUE.items() for flag in flags), key=lambda each: -len(each[0])
+)
+
+_HANDS_ON = r"(?:-X[a-z]+|--[a-z]+-options)"
+"""A flag that hands a list of words to another program: ``-Xcompiler``, ``--ptxas-options``."""
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a variable's value or of an options file."""
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that does not close
+        return text.split()
+
+
+def _inputs(words: Sequence[str], start: str) -> list[tuple[str, str]]:
+    """The inputs that a command's flags name, and those of the options files among them.
+
+    Args:
+        words: The command's flags.
+        start: The folder in which it runs.
+
+    Returns:
+        Kind of the flag, one of :data:`_TAKE_A_VALUE`, and its value. A value with commas is also each of its parts.
+    """
+    found: list[tuple[str, str]] = []
+    left, opened = [*words], set[str]()
+    while left:
+        flat = _flatten(left)
+        left = []
+        for word, after in zip(flat, [*flat[1:], ""], strict=True):
+            kind, value = _named_by(word, after)
+            values = dict.fromkeys([value, *value.split(",")]) if value else {}
+            found += [(kind, each) for each in values]
+            for path in (os.path.join(start, each) for each in values if kind == "options"):
+                if path not in opened:
+                    opened.add(path)
+                    with contextlib.suppress(OSError):
+                        left += words_of(read_file(path).decode(errors="replace"))
+    return found
+
+
+def _flatten(words: Sequence[str]) -> list[str]:
+    """The words, where each list that a flag hands on is the words in it."""
+    flat: list[str] = []
+    handed = False
+    for word in words:
+        flag, equals, listed = word.partition("=")
+        if re.fullmatch(_HANDS_ON, word):
+            handed = True
+            continue
+        if equals and re.fullmatch(_HANDS_ON, flag):
+            flat += listed.split(",")
+        elif handed or re.match("-W[alp],", word):
+            flat += word.split(",")
+        else:
+            flat.append(word)
+        handed = False
+    return flat
+
+
+def _named_by(word: str, after: str) -> tuple[str, str]:
+    """Kind and value of a word that is one of :data:`_TAKE_A_VALUE`; empty ones of another."""
+    for flag, kind in _LONGEST_FIRST:
+        if word == flag:
+            return kind, after
+        if word.startswith(f"{flag}="):
+            return kind, word[len(flag) + 1 :]
+        if flag in _JOINED and word.startswith(flag):
+            return kind, word[len(flag) :]
+    return "", ""
+
+
 def searched_by(words: Sequence[str], start: str | Path) -> tuple[list[str], list[str]]:
-    """The folders in which a command looks for headers, and the files that it reads before the source.
+    """The folders in which a command looks for headers, and the files that it reads besides the source.
 
     Args:
         words: The command's flags.
         start: The folder in which it runs.
     """
-    folders, files = [], []
-    # Also what stands in a list that a flag hands on, as in --compiler-options=-Ia,-Ib.
-    pieces = [piece for word in words for piece in dict.fromkeys([word, *re.split("[=,]", word)])]
-    for piece, after in zip(pieces, [*pieces[1:], ""], strict=True):
-        if joined := re.fullmatch("(?:-I|-isystem|-iquote|-idirafter)(.+)", piece):
-            folders.append(joined[1])
-        elif piece in ("-I", "-isystem", "-iquote", "-idirafter", "--include-path", "--system-include"):
-            folders.append(after)
-        elif piece in ("-include", "--pre-include"):
-            files.append(after)
     start = os.path.realpath(start)
+    inputs = _inputs(words, start)
 
-    def absolute(paths: Iterable[str]) -> list[str]:
-        return [os.path.normpath(os.path.join(start, path)) for path in dict.fromkeys(paths)]
+    def named(*kinds: str) -> list[str]:
+        return list(dict.fromkeys(value for kind, value in inputs if kind in kinds))
 
-    return absolute(folders), absolute(files)
+    folders = [os.path.normpath(os.path.join(start, folder)) for folder in named("folder")]
+    # A header that a flag names is looked for as one of an #include line.
+    headers = [os.path.join(folder, name) for name in named("header") for folder in folders]
+    files = [os.path.join(start, name) for name in named("header", "options", "file")]
+    return folders, [os.path.normpath(path) for path in [*files, *filter(os.path.isfile, headers)]]
+
+
+def host_compilers(words: Sequence[str], start: str | Path) -> list[str]:
+    """The host compilers that a command's flags name to nvcc, each a program or a folder that holds ``gcc`` or ``g++``.
+
+    Args:
+        words: The command's flags.
+        start: The folder in which it runs.
+    """
+    start = os.path.realpath(start)
+    programs = []
+    for kind, value in _inputs(words, start):
+        path = os.path.join(start, value)
+        if kind == "host compiler" and os.path.isdir(path):
+            programs += [os.path.join(path, name) for name in ("gcc", "g++")]
+        elif kind == "host compiler":
+            programs.append(path if "/" in value else value)
+    return programs
+
+
+def linked_by(words: Sequence[str], start: str | Path) -> list[str]:
+    """The files whose content a linker takes over: objects, archives and scripts. Not shared libraries, which are read when
+    the library is loaded.
+
+    Args:
+        words: The linker's flags.
+        start: The folder in which it runs.
+    """
+    start, flat = os.path.realpath(start), _flatten(words)
+    pairs = [*zip(flat, [*flat[1:], ""], strict=True)]
+    folders = [word[2:] or after for word, after in pairs if word.startswith("-L")]
+    names = [re.sub("^(?:@|-T)", "", word.rpartition("=")[2]) for word in flat]
+    for name in (word[2:] for word in flat if word.startswith("-l")):
+        file = name[1:] if name.startswith(":") else f"lib{name}.a"
+        names += [os.path.join(folder, file) for folder in folders]
+    paths = dict.fromkeys(os.path.normpath(os.path.join(start, name)) for name in names)
+    return [path for path in paths if os.path.isfile(path) and ".so" not in os.path.basename(path)]
 
 
 class _Seen(NamedTuple):
@@ -189,8 +321,7 @@ class Files:
         except OSError:
             return None
         self._hashed = True
-        library = path.endswith(".so")
-        lines = [] if library else _INCLUDE.findall(data)
+        lines = [] if b"\0" in data[:1024] else _INCLUDE.findall(data)  # of a library
         includes = [("<" if after else mark.decode()) + os.fsdecode(name) for after, mark, name in lines]
         return _Seen(state, hashlib.sha256(data).hexdigest(), list(dict.fromkeys(includes)))
 

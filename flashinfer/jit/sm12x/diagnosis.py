@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from . import toolchain
@@ -111,7 +111,7 @@ def hint_for(returncode: int, output: str) -> str | None:
     )
     if missing is not None:
         return _missing_header(missing.group(1) or missing.group(2))
-    if "No space left on device" in output:
+    if re.search("No space left on device|Disk quota exceeded", output):
         return _disk_full("the file system of the cache or of TMPDIR")
     if output == WITHOUT_A_WORD:
         return (
@@ -152,6 +152,11 @@ def hint_for(returncode: int, output: str) -> str | None:
         r"cannot execute .?cc1plus|gcc: (?:command )?not found|Failed to (?:preprocess|run) host compiler", output
     ):
         return "the host C++ compiler is missing or broken. Debian, Ubuntu: apt-get install g++"
+    if re.search(r"\.o: (?:error: )?file (?:not recognized|too short|truncated|is empty)", output):
+        return (
+            "an object in the cache is damaged, by a full disk or a loss of power. Remove the module and build it again: "
+            "python -m flashinfer sm12x-cache clear --module NAME, with the name above"
+        )
     library = re.search(r"cannot find -l(\w+)", output)
     if library is not None:
         return f"the toolkit has no lib{library.group(1)}; install all of it: {toolchain.PIP_COMMAND}"
@@ -248,3 +253,20 @@ def explain_os_error(module: str, folder: Path, error: OSError) -> JitBuildError
             "or correct its owner and mode",
         )
     return JitBuildError(module, f"{reason}: {at}")
+
+
+@contextlib.contextmanager
+def explained_os_errors(module: str, folder: Path) -> Iterator[None]:
+    """Raise :func:`explain_os_error` of an error of the system; each write of a build stands in such a block.
+
+    A lock that another process holds (``BlockingIOError``) stays as it is, and so does an error without a number, which is
+    not the system's but of a library that does not load.
+    """
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise explain_os_error(module, folder, error) from error

@@ -37,7 +37,7 @@ from flashinfer.sm12x.models import MODELS
 from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .diagnosis import WARN_OF_LOCAL_MEMORY
+from .diagnosis import WARN_OF_LOCAL_MEMORY, explained_os_errors
 from .spec import JitSpecSm12x
 from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
@@ -388,7 +388,12 @@ def _spec(
 
 
 def _render(name: str, template: str, instances: Iterable[Instance], alone: bool = False) -> list[Path]:
-    """Write one source per instance into the cache's folder of generated sources; ``alone``: it is all of a module."""
+    """Write one source per instance into the cache's folder of generated sources; ``alone``: it is all of a module.
+
+    Raises:
+        JitBuildError: one cannot be written.
+        UntrustedCacheError: another user can write there.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_csrc()),
         undefined=jinja2.StrictUndefined,
@@ -399,12 +404,13 @@ def _render(name: str, template: str, instances: Iterable[Instance], alone: bool
     )
     compiled = environment.get_template(template)
     folder = jit_env.FLASHINFER_GEN_SRC_DIR / name
-    require_trusted_tree(folder)
     paths = []
-    for instance in instances:
-        path = folder / f"{instance.name}.cu"
-        write_atomically(path, compiled.render(instance=instance, alone=alone))
-        paths.append(path)
+    with explained_os_errors(name, folder):
+        require_trusted_tree(folder)
+        for instance in instances:
+            path = folder / f"{instance.name}.cu"
+            write_atomically(path, compiled.render(instance=instance, alone=alone))
+            paths.append(path)
     return paths
 
 

@@ -24,7 +24,7 @@ from .. import env as jit_env
 from . import build as engine
 from . import prebuilt, toolchain
 from .content_key import Files, key_of, namer, searched_by
-from .diagnosis import JitBuildError
+from .diagnosis import JitBuildError, explained_os_errors
 from .jobs import DEFAULT_JOB_MEMORY
 from .trust import require_trusted_tree
 
@@ -111,7 +111,12 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         Raises:
             ToolchainError: there is no CUDA compiler, or one too old for the architectures.
             UntrustedCacheError: another user can write to the cache.
+            JitBuildError: the cache cannot be read, or the links to libraries cannot be written.
         """
+        with explained_os_errors(self.name, self.build_dir):
+            return self._make_plan()
+
+    def _make_plan(self) -> engine.ModulePlan:
         toolkit = cpp_ext.find_toolkit()
         toolchain.require_architectures(toolkit, self.architectures)
         read_only = jit_env.PREBUILT_JIT_DIR and jit_env.PREBUILT_JIT_DIR / self.name

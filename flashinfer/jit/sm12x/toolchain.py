@@ -17,6 +17,7 @@ FlashInfer, so that the doctor can use it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -402,11 +403,12 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
 
     It holds ``lib<x>.so`` for every library of which the toolkit has only the versioned file, and, if the toolkit has
     no stub of the driver, a ``libcuda.so`` made here: it carries the driver's SONAME and exports every name that
-    ``cuda.h`` declares, and none of its code is ever run.
+    ``cuda.h`` declares, and none of its code is ever run. It is a link to a file that is named by its content's hash, by
+    which damage is seen.
 
     Args:
         toolkit: The toolkit.
-        parent: The folder in which it is made (in the cache): once, and again when a link is broken.
+        parent: The folder in which it is made (in the cache): once, and again when a link is broken or the stub damaged.
         cxx: The host compiler that makes the stub.
 
     Returns:
@@ -414,6 +416,7 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
 
     Raises:
         ToolchainError: the host compiler cannot make the stub.
+        OSError: the folder cannot be written.
     """
     links = _missing_link_names(toolkit)
     needs_stub = not any((folder / "stubs" / "libcuda.so").exists() for folder in toolkit.library_dirs)
@@ -421,7 +424,7 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
         "\n".join([str(toolkit.root), str(needs_stub), *(f"{k}={v}" for k, v in sorted(links.items()))]).encode()
     ).hexdigest()[:12]
     shim = parent / f"link-{key}"
-    if shim.is_dir() and all((shim / name).exists() for name in [*links, *["libcuda.so"] * needs_stub]):
+    if all((shim / name).exists() for name in links) and (_whole_stub(shim) if needs_stub else shim.is_dir()):
         return shim
     parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".link-") as scratch:
@@ -434,6 +437,19 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
         for made in folder.iterdir():  # another process may be putting the same ones there
             made.replace(shim / made.name)
     return shim
+
+
+def _whole_stub(folder: Path) -> bool:
+    """Whether the stub of the driver is there, with the content that its name states."""
+    try:
+        name = os.readlink(folder / "libcuda.so")
+        return name == _stub_name((folder / name).read_bytes())
+    except OSError:
+        return False
+
+
+def _stub_name(content: bytes) -> str:
+    return f"libcuda-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _missing_link_names(toolkit: Toolkit) -> dict[str, Path]:
@@ -463,6 +479,8 @@ def _make_driver_stub(toolkit: Toolkit, folder: Path, cxx: str) -> None:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     except subprocess.CalledProcessError as error:
         first = (error.stderr or error.stdout).strip().splitlines()
+        if "No space left on device" in error.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise ToolchainError(
             f"the host compiler {cxx} cannot link a shared library: {first[0] if first else error}"
         ) from error
@@ -472,4 +490,6 @@ def _make_driver_stub(toolkit: Toolkit, folder: Path, cxx: str) -> None:
             "or set CXX"
         ) from error
     source.unlink()
-    (folder / "libcuda.so").chmod(0o755)  # whatever the umask is
+    stub = folder / "libcuda.so"
+    stub.chmod(0o755)  # whatever the umask is
+    stub.symlink_to(stub.rename(folder / _stub_name(stub.read_bytes())).name)

@@ -24,10 +24,6 @@ ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """1 allows a cache that other users own or may write to."""
 
 
-PRIVATE = ("sh", "-c", 'umask go-w && exec "$0" "$@"')
-"""Prefix of a command that lets nobody else write to the files it makes, whatever the umask."""
-
-
 class UntrustedCacheError(RuntimeError):
     """Another user could have put something into the cache."""
 
