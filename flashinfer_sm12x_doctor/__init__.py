@@ -14,10 +14,10 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from . import checks, probing
+from . import checks, probing, remedies
 from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
@@ -75,8 +75,17 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
             report = "report this, with the output"
             outcome = "unknown", f"the check itself failed: {error!r}", f"{CLI} sm12x-doctor --json", report
         if outcome is not None:
-            findings.append(Finding(name, *map(str, outcome)))
+            findings.append(pasteable(answers, Finding(name, *map(str, outcome))))
     return findings
+
+
+def pasteable(answers: Answers, finding: Finding) -> Finding:
+    """The same finding, with words in place of a command that cannot be run here."""
+    try:
+        command, why = remedies.pasteable(answers, finding.command, finding.why)
+    except Exception:  # a fact of a form that nobody foresaw: it is not known what can be run
+        command, why = "", "; ".join(filter(None, (finding.command, finding.why)))
+    return replace(finding, command=command, why=why)
 
 
 def as_text(findings: Sequence[Finding]) -> str:

@@ -143,7 +143,7 @@ class Answers:
         return answers[fact]
 
     def get(self, question: str, fact: str) -> Any:
-        return self.facts[question].get(fact)
+        return self.facts.get(question, {}).get(fact)
 
     def gpus(self) -> list[tuple[str, str]]:
         """``(name, compute capability)`` by the driver or, in containers without its tool, by torch."""
@@ -154,6 +154,15 @@ class Answers:
         """Facts of each of the fork's modules."""
         found = self.facts["modules"].items()
         return {name.removeprefix("module "): fact for name, fact in found if name.startswith("module ")}
+
+
+def fork_is_first(a: Answers) -> bool:
+    """Whether the flashinfer that Python finds is a fork's; taken for granted where that question had no answer."""
+    path = a.facts.get("path", {})
+    if "found" not in path:
+        return True
+    file = (path["found"] or {}).get("file")
+    return file is not None and os.path.isfile(os.path.join(os.path.dirname(file), "_layer.py"))
 
 
 def say(text: str, stream: TextIO | None) -> bool:
