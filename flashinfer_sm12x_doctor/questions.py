@@ -243,6 +243,7 @@ def _try_build() -> str | None:
     folder = None
     try:
         folder = _cache() / f"doctor-{os.getpid()}"
+        tell(scratch=folder)
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version), passed_over=toolkit.passed_over)
         targets = _targets()
@@ -399,8 +400,11 @@ def ask_vllm(additional_config: str = "{}") -> None:
     with contextlib.suppress(ModuleNotFoundError):
         from flashinfer_sm12x_vllm import settings
 
+        files = importlib.import_module("_sm12x.sm12x.files")
+        expected = """an object such as {"sm12x": "spark"}"""
         try:
-            tell(settings=vars(settings.resolve(json.loads(additional_config))))
+            given = files.json_object(additional_config, f"--additional-config {additional_config[:200]!r}", expected)
+            tell(settings=vars(settings.resolve(given)))
         except ValueError as error:
             tell(settings_error=str(error))
     found = importlib.util.find_spec("vllm") is not None
