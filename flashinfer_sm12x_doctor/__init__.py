@@ -159,8 +159,9 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt as error:
             left = f"; {report} is as it was" if options.probe else ""
             text = "all that was started is ended, compiled modules stay, and a new run asks everything again"
-            say(f"sm12x-doctor: interrupted by {error or 'SIGINT'}: {text}{left}", sys.stderr)
-            return 128 + signal.Signals[str(error) or "SIGINT"]
+            name = str(error) or "SIGINT"
+            say(f"sm12x-doctor: interrupted by {name}: {text}{left}", sys.stderr)
+            return 128 + signal.Signals[name]
     findings = diagnose(Answers(facts, os.environ), options.timeout)
     printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
     if not printed:

@@ -52,6 +52,14 @@ def upstreams(a: Answers, package: str, options: str = "") -> tuple[str, str]:
     return pip(a, f'install {options}"{package}=={versions()["upstream"]}"')
 
 
+def _fork_first(a: Answers) -> tuple[str, str]:
+    """The command that puts this fork first, and installs the wheel that it extends if there is none."""
+    if a.get("path", "wheel") is not False:
+        return FIRST, SERVER
+    command, why = pip(a, f'install "{needed()}"')
+    return f"{FIRST} && {command}" if command else "", f"{why}; then {FIRST}" if why else SERVER
+
+
 def check_import(a: Answers) -> Outcome:
     """The flashinfer that Python imports."""
     try:
@@ -61,14 +69,14 @@ def check_import(a: Answers) -> Outcome:
         return "fail", text, "cd"
     found = a("path", "found")
     if found is None:
-        return "fail", "there is no flashinfer on sys.path", FIRST, SERVER
+        return "fail", "there is no flashinfer on sys.path", *_fork_first(a)
     if found["file"] is None:
         text = f"flashinfer is an empty namespace package: {', '.join(found['folders'])} has no __init__.py"
-        text += ". vLLM takes it for FlashInfer without its functions"
-        return "fail", text, FIRST, f"{SERVER}; that folder can be removed"
+        text += ". vLLM takes it for FlashInfer without its functions; that folder can be removed"
+        return "fail", text, *_fork_first(a)
     folder = os.path.dirname(found["file"])
     if not fork_is_first(a):
-        return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
+        return "fail", f"the plain wheel in {folder} is imported, not the fork", *_fork_first(a)
     if aside := a.get("path", "aside"):
         text = f"upstream's package is imported without this fork: {aside}"
         if aside.startswith(SWITCH):

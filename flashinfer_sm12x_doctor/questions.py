@@ -82,7 +82,8 @@ def ask_path() -> None:
     plugins."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
-    tell(aside=importlib.import_module("_sm12x._version").upstream_alone())
+    version = importlib.import_module("_sm12x._version")
+    tell(aside=version.upstream_alone(), wheel=version.tested_wheel() is not None)
     tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 

@@ -47,16 +47,22 @@ class Planted:
 
 def _empty_namespace_package(m: Machine) -> None:
     (m.site / "flashinfer" / "data").mkdir(parents=True)
-    m.path = [m.site]
+    _no_flashinfer(m)
 
 
 def _no_flashinfer(m: Machine) -> None:
-    m.path = [m.site]
+    shutil.rmtree(m.wheel)
+    m.path = [m.wheel, m.site]
 
 
 def _wheel_of_another_version(m: Machine) -> None:
     shutil.rmtree(m.wheel)
     write_wheel(m.wheel, {"__init__.py": ""}, version="0.6.4")
+
+
+def _untested_wheel_first(m: Machine) -> None:
+    _wheel_of_another_version(m)
+    m.path.insert(0, m.wheel)
 
 
 def _other_fork(m: Machine) -> Path:
@@ -212,6 +218,8 @@ PLANTED = {
         plant=lambda m: m.path.insert(0, m.wheel)),
     "empty_namespace_package": Planted("import", "fail", "empty namespace package", FIRST, mends=True,
         plant=_empty_namespace_package),
+    "untested_wheel_first": Planted("import", "fail", "the plain wheel in", f"-m pip install {WHEEL}", mends=True,
+        plant=_untested_wheel_first),
     "no_flashinfer": Planted("import", "fail", "no flashinfer on sys.path", FIRST, mends=True, plant=_no_flashinfer),
     "wheel_of_another_version": Planted("import", "fail", "is none that flashinfer-sm12x",
         f"pip install --force-reinstall --no-deps {WHEEL}", mends=True, plant=_wheel_of_another_version),
@@ -381,7 +389,7 @@ PLANTED = {
         plant=_flashinfer_of_the_users),
     "variable_of_an_older_vllm": Planted("vllm", "warn", "vLLM 0.33.0 does not read VLLM_ATTENTION_BACKEND",
         variables={"VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_KV_CACHE_LAYOUT": "HND"}),
-    "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=",
+    "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=", mends=True,
         plant=lambda m: m.remove("bin/ninja")),
     "vllm_without_nvcc": Planted("vllm-flashinfer", "fail", "vLLM finds no nvcc", "export CUDA_HOME=", mends=True,
         plant=_toolkit_of_pips),

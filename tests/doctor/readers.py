@@ -19,7 +19,7 @@ import flashinfer_sm12x_doctor as doctor
 from flashinfer.__main__ import cli
 from flashinfer.compilation_context import parse_arch_list
 from flashinfer.sm12x import variables
-from flashinfer_sm12x_doctor.asking import FOLDER, INTERPRETER
+from flashinfer_sm12x_doctor.asking import FOLDER
 
 UVS_OPTIONS = {"install": {"--force-reinstall", "--no-deps"}, "uninstall": set()}
 """Those of pip's that uv 0.13 takes under the same name; its ``uninstall`` asks nothing and has no ``--yes``."""
@@ -55,7 +55,7 @@ def read_by_its_reader(command: str, environ: Mapping[str, str]) -> None:
         elif words[0] == "export" and "$(" in part:
             assert (found := re.fullmatch(r'export [A-Z_]+="\$\((.+)\)"', part)), part
             program, option, code = shlex.split(found[1])
-            assert (program, option) == (INTERPRETER, "-c"), part
+            assert (Path(program).is_file(), option) == (True, "-c"), part
             compile(code, "-c", "exec")
         elif words[0] == "export":
             _exported(part, environ)

@@ -169,6 +169,7 @@ STATES = [
     # import
     State(patches={"os.getcwd": no_folder}),
     State({"path": {"found": None}}),
+    *(State({"path": {"found": None, "wheel": False}, "installer": found}) for found in ({}, MANAGED)),
     State({"path": {"found": {"file": None, "folders": ["/x/flashinfer"]}}}),
     State({"path": {"found": {"file": "/site/flashinfer/__init__.py"}}}),
     State({"path": FORK | {"aside": "FLASHINFER_SM12X_MOE=0"}}, {"FLASHINFER_SM12X_MOE": "0"}),
@@ -214,14 +215,20 @@ STATES = [
     State({"folder": {"failed": "no answer within 60 s"}, "path": {"found": None}}),
     State(OLD),
     State(OLD | {"system": {"programs": []}}),
-    *(State({"torch": seen("12.1"), "system": {"programs": [], "guest": guest}}) for guest in (None, "WSL2", "container")),
+    *(
+        State({"torch": seen("12.1"), "system": {"programs": [], "guest": guest}})
+        for guest in (None, "WSL2", "container")
+    ),
     State({"gpus": SPARK, "log": {"lines": []}}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 0}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 7}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Xid 79"], "count": 1}}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Out of memory [NV_ERR_NO_MEMORY]"], "count": 1}}),
     # builds of the user's
-    *(State(OTHER_VLLM | {"installer": {"builds": builds}}) for builds in ({"vllm": OWN}, {"vllm": OWN, "torch": OWN_TORCH})),
+    *(
+        State(OTHER_VLLM | {"installer": {"builds": builds}})
+        for builds in ({"vllm": OWN}, {"vllm": OWN, "torch": OWN_TORCH})
+    ),
     State(NO_CUDA | {"installer": {"builds": {"torch": OWN_TORCH}}}),
     # torch
     *(State(NO_CUDA | {"installer": found}) for found in ({}, MANAGED, {"pip": False, "uv": "/u/uv"})),
@@ -383,7 +390,9 @@ def test_a_build_of_the_users_is_told_from_what_an_index_gave(
     assert questions.own_build("sm12x-no-such-package") is None
 
 
-def test_a_package_on_the_path_without_metadata_is_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_on_the_path_without_metadata_is_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tree(tmp_path, {"sm12x_toy/__init__.py": ""})
     monkeypatch.syspath_prepend(tmp_path)
     found = questions.own_build("sm12x-toy")
