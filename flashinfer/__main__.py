@@ -411,7 +411,8 @@ def _main() -> None:
     except SystemExit as ended:
         status = ended.code
     except OSError as error:
-        click.echo(f"Error: {error}", err=True)
+        what = error if error.filename else f"the output cannot be written: {error.strerror}"
+        click.echo(f"Error: {what}", err=True)
         status = 1
     try:
         if sys.stdout is not None:

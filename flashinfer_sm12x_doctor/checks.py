@@ -24,6 +24,7 @@ from .asking import (
     PACKAGE,
     PLUGIN,
     PYTHON,
+    TREE,
     Answers,
     Unanswered,
     fork_is_first,
@@ -57,7 +58,7 @@ def _fork_first(a: Answers) -> tuple[str, str]:
     if a.get("path", "wheel") is not False:
         return FIRST, SERVER
     command, why = pip(a, f'install "{needed()}"')
-    return f"{FIRST} && {command}" if command else "", f"{why}; then {FIRST}" if why else SERVER
+    return (f"{FIRST} && {command}", SERVER) if command else ("", f"{why}; then put {TREE} first on PYTHONPATH")
 
 
 def check_import(a: Answers) -> Outcome:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from doctor_machine import NVCC, REPO, UPSTREAM, Machine
 from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
+
+from flashinfer.jit.sm12x.toolchain import DEFAULT_ROOT
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,9 @@ ELSEWHERE = "&& export FLASHINFER_WORKSPACE_BASE="
 WHEEL = f'"flashinfer-python=={UPSTREAM}"'
 CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
 THE_TOOLKIT = {"CUDA_HOME": "{root}/toolkit"}  # named: else one of the machine that runs the tests may be taken
-TOOLKIT = f"pip install '{REPO}[cuda]'"
+TOOLKIT = f"pip install {shlex.quote(f'{REPO}[cuda]')}"
+HIDDEN = f"/bin/mount -t tmpfs tmpfs {DEFAULT_ROOT.resolve()}" if DEFAULT_ROOT.exists() else ""
+"""Hides a toolkit in NVIDIA's place, which would be taken before pip's."""
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
 echo 'release 12.4, V12.4.1'"""
 SILENT_NVCC = "case $1 in --version) echo 'release 13.0, V13.0.88' ;; *) exit 1 ;; esac"
@@ -260,17 +265,17 @@ PLANTED = {
     "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/none"}, mends=True),
     "old_compiler": Planted("build", "fail", "is of CUDA 12.4, but 12.9 or later is needed",
-        TOOLKIT, THE_TOOLKIT, mends=True, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
+        TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
     "headers_of_another_release": Planted("build", "fail", "toolkit/include/cuda_runtime_api.h of 13.5",
-        TOOLKIT, THE_TOOLKIT, mends=True, plant=_of_two_releases("toolkit")),
-    "headers_that_are_gone": Planted("build", "fail", "has no headers:", TOOLKIT, THE_TOOLKIT, mends=True,
+        TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True, plant=_of_two_releases("toolkit")),
+    "headers_that_are_gone": Planted("build", "fail", "has no headers:", TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True,
         plant=lambda m: m.remove("toolkit/include/cuda_runtime_api.h")),
     "headers_that_upstreams_sampler_needs": Planted("build", "fail", "curand_kernel.h is not part of this CUDA toolkit",
         "install nvidia-curand", mends=True, plant=lambda m: m.remove("toolkit/include/curand_kernel.h")),
     "cuda_home_of_two_releases": Planted("build", "fail", "is of CUDA 13.0, but", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/mixed"}, mends=True, plant=_of_two_releases("mixed")),
     "compiler_that_is_none": Planted("build", "fail", "names no CUDA release", TOOLKIT,
-        THE_TOOLKIT, mends=True, plant=_program("echo hello", "toolkit/bin/nvcc")),
+        THE_TOOLKIT, HIDDEN, mends=True, plant=_program("echo hello", "toolkit/bin/nvcc")),
     "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", TOOLKIT, mends=True,
         plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
     "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",
@@ -382,7 +387,7 @@ PLANTED = {
         why="torch 2.15.0a0+gitabc is a build of your own (a build with a local version): pip install vllm==0.33.0",
         plant=_torch_of_the_users_beside_an_old_vllm),
     "torch_of_the_users_without_cuda": Planted("torch", "fail", "torch 2.15.0.dev20261101 is a build without CUDA",
-        why="(a nightly or development build): pip uninstall --yes torch would replace it",
+        why="(a nightly or development build): pip uninstall --yes torch would remove it",
         plant=lambda m: m.torch(None, [], version="2.15.0.dev20261101")),
     "flashinfer_of_the_users": Planted("import", "fail", "is none that flashinfer-sm12x",
         why="flashinfer-python 0.8.0 is a build of your own (an editable installation, /home/u/flashinfer)",

@@ -53,8 +53,9 @@ def read_by_its_reader(command: str, environ: Mapping[str, str]) -> None:
         elif words[1:2] == ["pip"]:
             _installed(words)
         elif words[0] == "export" and "$(" in part:
-            assert (found := re.fullmatch(r'export [A-Z_]+="\$\((.+)\)"', part)), part
-            program, option, code = shlex.split(found[1])
+            substituted = re.fullmatch(r'export [A-Z_]+="\$\((.+)\)"', part)
+            assert substituted is not None, part
+            program, option, code = shlex.split(substituted[1])
             assert (Path(program).is_file(), option) == (True, "-c"), part
             compile(code, "-c", "exec")
         elif words[0] == "export":

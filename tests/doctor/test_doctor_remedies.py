@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -404,7 +405,8 @@ def test_the_toolkits_remedy_is_readmes() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert re.search(r'^pip install "\$HOME/flashinfer-sm12x\[cuda\]"$', readme, re.MULTILINE)
     assert f"""export CUDA_HOME="$(python -c '{remedies.FIND_TOOLKIT}')"\n""" in readme
-    assert toolchain.PIP_COMMAND == f"pip install '{REPO}[cuda]'"
+    folder = shlex.quote(f"{REPO}[cuda]")
+    assert toolchain.PIP_COMMAND in (f"pip install {folder}", f"pip install -e {folder}")
     pinned = (REPO / "requirements-cuda.txt").read_text(encoding="utf-8")
     assert all(f"\n{name}=={toolchain.OWN_RELEASE}." in pinned for name in toolchain.COMPILER_WHEELS)
 
