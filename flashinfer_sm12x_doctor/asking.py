@@ -103,6 +103,7 @@ class _Asked:
             with contextlib.suppress(OSError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             end_all(self._mark)
+            self._read()
             scratch = Path(str(self.facts.get("scratch", "")))
             if scratch.name == f"doctor-{self._child.pid}":
                 shutil.rmtree(scratch, ignore_errors=True)

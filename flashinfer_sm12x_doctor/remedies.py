@@ -129,7 +129,7 @@ def pasteable(a: Answers, command: str, why: str) -> tuple[str, str]:
     if lacking:
         name = lacking[0]
         return "", "; ".join(filter(None, (f"{name} is not on PATH ({where(a, name)}): {command}", why)))
-    if CLI in command and not _fork_runs(a):
+    if CLI in command.replace(f"{CLI} sm12x-doctor", "") and not _fork_runs(a):
         return "", "; ".join(filter(None, (f"once 'import' is ok: {command}", why)))
     return command, why
 

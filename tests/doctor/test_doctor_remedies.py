@@ -231,6 +231,9 @@ STATES = [
         for builds in ({"vllm": OWN}, {"vllm": OWN, "torch": OWN_TORCH})
     ),
     State(NO_CUDA | {"installer": {"builds": {"torch": OWN_TORCH}}}),
+    State(NO_COMPILER | {"installer": {"builds": {"flashinfer-sm12x": OWN}}}),
+    State(NO_COMPILER | {"installer": {"builds": {"flashinfer-sm12x": OWN | {"source": str(REPO)}}}}),
+    State({"torch": seen("9.0"), "gpus": gpus("8.9")}),
     # torch
     *(State(NO_CUDA | {"installer": found}) for found in ({}, MANAGED, {"pip": False, "uv": "/u/uv"})),
     State({"torch": {"torch": "2", "cuda": None}}),
