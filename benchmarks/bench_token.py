@@ -44,10 +44,11 @@ from perfmodel.step import (
 from perfmodel.step import (
     told as assumptions,
 )
-from timing import allow, file, machine, names, numbers, reason
+from timing import allow, file, machine, names, numbers, reason, report_of
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
+from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.testing.virtual_device import in_own_process
@@ -179,6 +180,9 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     results.save(path, about, found)
+    if not any(step.replay is not None for step in found):
+        print(f"bench: nothing was measured, so the files of {path.with_suffix('')} are as they were", file=sys.stderr)
+        return 1
     publish(about, found, arguments.out, arguments.name)
     return 0
 
@@ -198,7 +202,8 @@ def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, 
             if step.kernels:
                 told.append(results.by_kernel(step))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    with written_whole(folder / f"{name}.md") as scratch:
+        scratch.write_text("\n\n".join(told) + "\n", encoding="utf-8")
     print(f"wrote {folder / name}.md")
     bars = [
         picture.Bar(
@@ -223,13 +228,9 @@ def write_picture(bars: list[picture.Bar], title: str, path: Path) -> None:
 
 
 def print_prediction(arguments: argparse.Namespace) -> int:
-    """The predicted GB10's tables and picture; 2 where the report is of no use."""
+    """The predicted GB10's tables and picture."""
     name = arguments.models[0]
-    try:
-        given = from_report(arguments.report) if arguments.report is not None else None
-    except (OSError, ValueError) as error:
-        print(f"bench: --report: {error}", file=sys.stderr)
-        return 2
+    given = from_report(arguments.report) if arguments.report is not None else None
     told = ["GB10 (SM121): prediction, not a measurement"]
     bars = []
     fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
@@ -263,7 +264,8 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     print("\n\n".join(told))
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}_predicted.md"
-    path.write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    with written_whole(path) as scratch:
+        scratch.write_text("\n\n".join(told) + "\n", encoding="utf-8")
     print(f"\nwrote {path}")
     write_picture(bars, f"{name} on a GB10, predicted: one stream, context 1,024", path.with_suffix(".svg"))
     return 0
@@ -380,6 +382,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ]
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
     allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)
+    for option in ("models", "stacks", "dense_tokens", "decode", "windows", "kv", "router", "decode_attention"):
+        if not getattr(arguments, option):
+            parser.error(f"--{option.replace('_', '-')}: nothing is named")
+    if arguments.repeats < 1:
+        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
+    if least := [pair for pair in arguments.decode if min(pair) < 1]:
+        parser.error(f"--decode: {'x'.join(map(str, least[0]))}; sequences and context must be at least 1")
+    if arguments.prefill and min(arguments.prefill) < 1:
+        parser.error(f"--prefill: {min(arguments.prefill)}; a prompt has at least one token")
     if min(arguments.windows) < 1:
         parser.error(f"--windows: {arguments.windows}; a step computes at least one token of a sequence")
     for weights in arguments.dense:
@@ -392,10 +403,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit status: 2 where a file that is given is of no use, or none can be written."""
     arguments = parse(argv)
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
+    try:
+        return run(arguments)
+    except (OSError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked for."""
     if arguments.render is not None:
-        publish(*results.load(arguments.render), arguments.out, arguments.name)
+        about, steps = results.load(arguments.render)
+        with report_of(arguments.render):
+            publish(about, steps, arguments.out, arguments.name)
         return 0
     if arguments.emulate:
         return int(in_own_process(emulate.renew))

@@ -13,7 +13,8 @@ import datetime
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
+from flashinfer.sm12x.files import json_file, written_whole
 from flashinfer.testing import BoundViolation, check_within_bound
 from flashinfer_sm12x_doctor.probe.timing import Sample, time_graph
 
@@ -298,15 +300,16 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         panel.legend()
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as scratch:
+        figure.savefig(scratch, dpi=120)
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report; an interrupted write leaves the old file."""
+    text = json.dumps(report, indent=1, default=dataclasses.asdict)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1, default=dataclasses.asdict), encoding="utf-8")
-    partial.replace(path)
+    with written_whole(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 def _entry(fields: dict[str, Any]) -> Entry:
@@ -315,14 +318,37 @@ def _entry(fields: dict[str, Any]) -> Entry:
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """An earlier run's JSON."""
-    report = json.loads(path.read_text(encoding="utf-8"))
+    """An earlier run's JSON.
+
+    Raises
+    ------
+    OSError, ValueError
+        It cannot be read, or is no report of this benchmark's; the message names the file.
+    """
+    report = json_file(path, REPORT)
     rows = []
-    for fields in report["rows"]:
-        entries = {kind: {name: _entry(entry) for name, entry in fields[kind].items()} for kind in ("ours", "peers")}
-        reads = {name: Sample(**sample) for name, sample in fields["reads"].items()}
-        rows.append(Row(fields["what"], reads, **entries))
-    return report["machine"], rows
+    with report_of(path):
+        for fields in report["rows"]:
+            entries = {
+                kind: {name: _entry(entry) for name, entry in fields[kind].items()} for kind in ("ours", "peers")
+            }
+            reads = {name: Sample(**sample) for name, sample in fields["reads"].items()}
+            rows.append(Row(fields["what"], reads, **entries))
+        return dict(report["machine"]), rows
+
+
+REPORT = "the JSON that this benchmark wrote"
+
+
+@contextmanager
+def report_of(path: Path) -> Iterator[None]:
+    """Errors of fields that are absent or of another type name the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} is not {REPORT}: it has no {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not {REPORT}: {error}") from error
 
 
 def publish(about: dict[str, Any], rows: Sequence[Row], path: Path, title: str) -> None:
@@ -334,6 +360,9 @@ def publish(about: dict[str, Any], rows: Sequence[Row], path: Path, title: str) 
         for name, entry in (row.ours | row.peers).items():
             if entry.note:
                 print(f"{row.told()}, {name}: {entry.note}")
+    if not any(entry.sample for row in rows for entry in (row.ours | row.peers).values()):
+        print(f"nothing was measured, so {path} is not written")
+        return
     write_json(path, {"machine": about, "rows": rows})
     print(f"wrote {path}")
     if importlib.util.find_spec("matplotlib") is None:

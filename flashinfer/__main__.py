@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -43,6 +45,10 @@ finally:
 
 import click
 from tabulate import tabulate
+
+from .sm12x.counted import counted
+from .sm12x.device_class import CLASSES
+from .sm12x.models import MOE_LAYERS
 
 if TYPE_CHECKING:
 
@@ -93,13 +99,27 @@ def get_cuda_version() -> Any:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Errors of a build and Ctrl-C end the command with what they say, exit status 1."""
+    """Errors of a build or of the file system, Ctrl-C and SIGTERM end the command with what they say, exit status 1."""
+
+    def end(number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}: {resumes}")
+
+    resumes = "what is done stays, and the same command resumes from there"
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except RuntimeError as error:
+    except BrokenPipeError:  # click's: nobody reads the output
+        raise
+    except (RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt as error:
-        raise click.ClickException(str(error) or "interrupted") from error
+        raise click.ClickException(str(error) or f"interrupted: {resumes}") from error
+    finally:
+        with suppress(ValueError):
+            signal.signal(signal.SIGTERM, handler)
 
 
 _export_compile_commands: Any = _upstream.export_compile_commands_cmd.callback
@@ -172,24 +192,28 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
         if len(own) + len(specs) > 1:
             parts = [(own, "this fork's"), (specs, "upstream's")]
             told = [
-                f"{len(part)} of {whose}, {sum(len(spec.sources) for spec in part)} sources"
+                f"{len(part)} of {whose}, {counted(sum(len(spec.sources) for spec in part), 'source')}"
                 for part, whose in parts
                 if part
             ]
-            click.echo(f"{len(own) + len(specs)} modules: {'; '.join(told)}")
+            click.echo(f"{counted(len(own) + len(specs), 'module')}: {'; '.join(told)}")
         for spec in own:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
                 continue
             done = spec.build(verbose=verbose or None, need_lock=True)
-            what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
+            what = (
+                f"{len(done.compiled)} of {counted(len(spec.sources), 'source')} compiled"
+                if done.linked
+                else "was up to date"
+            )
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {done.library}")
         if specs:
             began = time.monotonic()
             build_jit_specs(specs, verbose)
             for spec in specs:
                 click.echo(f"{spec.name}: is built: {spec.get_library_path()}")
-            click.echo(f"upstream's {len(specs)} modules: {time.monotonic() - began:.1f} s")
+            click.echo(f"upstream's {counted(len(specs), 'module')}: {time.monotonic() - began:.1f} s")
 
 
 @_group.command("sm12x-quantize")
@@ -266,7 +290,7 @@ def sm12x_cache_list_cmd() -> None:
     ]
     headers = ["module", "built for", "MiB", "built", "library"]
     click.echo(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
-    click.echo(f"{len(rows)} modules in {_upstream.FLASHINFER_CACHE_DIR}")
+    click.echo(f"{counted(len(rows), 'module')} in {_upstream.FLASHINFER_CACHE_DIR}")
 
 
 @sm12x_cache_cmd.command("clear")
@@ -323,23 +347,28 @@ def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
 
 def _token_counts(_context: Any, _option: Any, text: str) -> list[int]:
     try:
-        return [int(item) for item in text.split(",")]
+        counts = [int(item) for item in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,4,64") from None
+        raise click.BadParameter(f"{text[:80]!r} is no list of numbers such as 1,4,64") from None
+    for count in counts:
+        if not 1 <= count < 1 << 31:
+            raise click.BadParameter(f"{str(count)[:80]} tokens; it must be in [1, {(1 << 31) - 1}]")
+    return counts
 
 
 @_group.command("sm12x-plan")
 @click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, callback=_token_counts)
 @click.option(
-    "--model", default="gpt-oss-120b", show_default=True, help="Sizes of the layer: gpt-oss-120b, gpt-oss-20b"
+    "--model", type=click.Choice(list(MOE_LAYERS)), default="gpt-oss-120b", show_default=True, help="Sizes of the layer"
 )
 @click.option(
     "--mode",
+    type=click.Choice(["auto", "w4a8", "w4a8-bf16", "w4a16"]),
     default="auto",
     show_default=True,
-    help="w4a8 (MXFP8 input), w4a8-bf16, w4a16 or auto, as vLLM's plugin has it",
+    help="As vLLM's plugin has it; w4a8 has MXFP8 input",
 )
-@click.option("--device", default="gb10", show_default=True, help="gb10 or h200")
+@click.option("--device", type=click.Choice([each.key for each in CLASSES]), default="gb10", show_default=True)
 @click.option("--sm-count", type=int, help="Multiprocessors, instead of the device's")
 @click.option("--hidden", type=int, help="Hidden size, instead of the model's")
 @click.option("--inter", type=int, help="Intermediate size of a rank, instead of the model's")
@@ -354,13 +383,6 @@ def sm12x_plan_cmd(
 
     from .fused_moe import sm12x_planner
 
-    for name, value, table in (
-        ("--model", model, sm12x_planner.MODELS),
-        ("--mode", mode, sm12x_planner.MODES),
-        ("--device", device, sm12x_planner.DEVICES),
-    ):
-        if value not in table:
-            raise click.BadParameter(f"{name} is {value!r}; it may be {', '.join(table)}")
     layer = replace(sm12x_planner.MODELS[model], **{name: size for name, size in sizes.items() if size is not None})
     gpu = sm12x_planner.DEVICES[device]
     if sm_count is not None:
@@ -374,12 +396,33 @@ def sm12x_plan_cmd(
         click.echo(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
         return
     click.echo(
-        f"hidden {layer.hidden}, inter {layer.inter}, {layer.experts} experts, top-{layer.top_k}, {mode}; "
-        f"{gpu.gpu}, {gpu.sm_count} SMs, MMA {'with' if gpu.mma_kinds else 'without'} block scales"
+        f"hidden {layer.hidden}, inter {layer.inter}, {counted(layer.experts, 'expert')}, top-{layer.top_k}, {mode}; "
+        f"{gpu.gpu}, {counted(gpu.sm_count, 'SM')}, MMA {'with' if gpu.mma_kinds else 'without'} block scales"
     )
     headers, cells = sm12x_planner.as_table(rows)
     click.echo(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))
 
 
+def _main() -> None:
+    """Run the command; output that cannot be written is an error in one line."""
+    status: Any = 0
+    try:
+        _group()
+    except SystemExit as ended:
+        status = ended.code
+    except OSError as error:
+        what = error if error.filename else f"the output cannot be written: {error.strerror}"
+        click.echo(f"Error: {what}", err=True)
+        status = 1
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        status = 1
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    _group()
+    _main()

@@ -9,15 +9,18 @@ with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
+import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from . import checks, probing
+from . import checks, probing, remedies
 from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
@@ -75,8 +78,17 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
             report = "report this, with the output"
             outcome = "unknown", f"the check itself failed: {error!r}", f"{CLI} sm12x-doctor --json", report
         if outcome is not None:
-            findings.append(Finding(name, *map(str, outcome)))
+            findings.append(pasteable(answers, Finding(name, *map(str, outcome))))
     return findings
+
+
+def pasteable(answers: Answers, finding: Finding) -> Finding:
+    """The same finding, with words in place of a command that cannot be run here."""
+    try:
+        command, why = remedies.pasteable(answers, finding.command, finding.why)
+    except Exception:  # a fact of a form that nobody foresaw: it is not known what can be run
+        command, why = "", "; ".join(filter(None, (finding.command, finding.why)))
+    return replace(finding, command=command, why=why)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -129,25 +141,70 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status: 0 if no check failed, each had an answer, and all was printed; else 1. 2, or ``SystemExit(2)``,
-        for a wrong command line.
+        for a wrong command line; 128 and a signal's number if that ended it.
     """
     try:
         options = parser().parse_args(arguments)
     except (AttributeError, OSError):  # argparse before Python 3.11.4, where there is no stream to say an error to
         return 2
-    facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
-    if options.probe:
-        facts |= probing.measure(options.timeout)
+    report = Path(options.report)
+    if options.probe and (reason := why_not_written(report)):
+        say(f"sm12x-doctor: --report {report}: {reason}; name a file in a folder that you can write to", sys.stderr)
+        return 2
+    with ended_by_signals():
+        try:
+            facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
+            if options.probe:
+                facts |= probing.measure(options.timeout)
+        except KeyboardInterrupt as error:
+            left = f"; {report} is as it was" if options.probe else ""
+            text = "all that was started is ended, compiled modules stay, and a new run asks everything again"
+            name = str(error) or "SIGINT"
+            say(f"sm12x-doctor: interrupted by {name}: {text}{left}", sys.stderr)
+            return 128 + signal.Signals[name]
     findings = diagnose(Answers(facts, os.environ), options.timeout)
     printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
     if not printed:
         say("sm12x-doctor: what it found cannot be printed: nobody reads its standard output", sys.stderr)
-    if options.probe:
+    if options.probe and not probing.has_measured(facts):
+        say(f"probe: nothing was measured, so {report} is not written", sys.stderr)
+    elif options.probe:
         try:
-            probing.write_report(Path(options.report), facts, findings)
-            say(f"probe: written to {os.path.abspath(options.report)}", sys.stderr)
+            probing.write_report(report, facts, findings)
+            say(f"probe: written to {os.path.abspath(report)}", sys.stderr)
         except Exception as error:  # of the file system, or facts of a form that nobody foresaw
-            reason = getattr(error, "strerror", error)
-            say(f"probe: {options.report} cannot be written: {reason}; pass --report FILE", sys.stderr)
+            reason = getattr(error, "strerror", None) or str(error)
+            say(f"probe: {report} cannot be written: {reason}; pass --report FILE", sys.stderr)
             printed = False
     return int(not printed or any(finding.state in ("fail", "unknown") for finding in findings))
+
+
+def why_not_written(path: Path) -> str:
+    """The reason why a file cannot be written; empty if it can. The file itself is not touched."""
+    if path.is_dir():
+        return "it is a folder"
+    try:
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+            pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt with their name, so that what was started is ended."""
+
+    def end(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

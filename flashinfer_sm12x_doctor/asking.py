@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,17 +34,38 @@ PLUGIN = "flashinfer_sm12x"
 LONGEST_LINE = 1 << 20
 SIGNALS = {number.value: number.name for number in signal.Signals}
 
+ASKED_BY = "_SM12X_DOCTOR"
+"""The variable by which :func:`end_all` knows the processes of a question, whatever sessions they made."""
+
 Facts = Mapping[str, Any]
+
+
+def end_all(mark: str) -> None:
+    """Kill the processes whose environment has a mark that begins so, until there is none."""
+    entry = f"{ASKED_BY}={mark}".encode()
+    for _ in range(100):
+        found = False
+        with contextlib.suppress(OSError):
+            for folder in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError):
+                    variables = Path("/proc", folder, "environ").read_bytes()  # a dead one's is empty
+                    if any(variable.startswith(entry) for variable in variables.split(b"\0")):
+                        os.kill(int(folder), signal.SIGKILL)
+                        found = True
+        if not found:
+            return
+        time.sleep(0.01)
 
 
 class _Asked:
     """A question's process, and the facts that it has told so far."""
 
-    def __init__(self, limit: float, *command: str) -> None:
+    def __init__(self, mark: str, limit: float, *command: str) -> None:
         self.facts: dict[str, Any] = {}
         self._limit, self._until = limit, time.monotonic() + limit
         self._line = b""
         self._child: subprocess.Popen[bytes] | None = None
+        self._mark = f"{mark}-{command[0]}-"
         try:
             self._child = subprocess.Popen(
                 [INTERPRETER, str(FOLDER / "questions.py"), *command],
@@ -51,6 +73,7 @@ class _Asked:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, ASKED_BY: self._mark},
             )
             self._output = cast(IO[bytes], self._child.stdout)
             os.set_blocking(self._output.fileno(), False)
@@ -75,10 +98,15 @@ class _Asked:
         return False
 
     def end(self) -> None:
-        """Kill the process and all of its session."""
+        """Kill the process and all that it started, and remove what a build that was killed left."""
         if self._child is not None:
             with contextlib.suppress(OSError):
                 os.killpg(self._child.pid, signal.SIGKILL)
+            end_all(self._mark)
+            self._read()
+            scratch = Path(str(self.facts.get("scratch", "")))
+            if scratch.name == f"doctor-{self._child.pid}":
+                shutil.rmtree(scratch, ignore_errors=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(5)  # one that waits for a dead file server does not even die
             self._output.close()
@@ -107,16 +135,18 @@ def ask(limits: Mapping[str, float], arguments: Mapping[str, Sequence[str]] | No
         limits: Question -> seconds, after which its process and all that it started are killed.
         arguments: Question -> what it is told.
     """
-    asked = {
-        question: _Asked(limit, question, *(arguments or {}).get(question, ())) for question, limit in limits.items()
-    }
+    asked: dict[str, _Asked] = {}
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
     try:
+        for question, limit in limits.items():
+            asked[question] = _Asked(mark, limit, question, *(arguments or {}).get(question, ()))
         running = list(asked.values())
         while running := [each for each in running if each.turn()]:
             time.sleep(0.01)
     finally:
         for each in asked.values():
             each.end()
+        end_all(mark)
     return {question: each.facts for question, each in asked.items()}
 
 
@@ -143,7 +173,7 @@ class Answers:
         return answers[fact]
 
     def get(self, question: str, fact: str) -> Any:
-        return self.facts[question].get(fact)
+        return self.facts.get(question, {}).get(fact)
 
     def gpus(self) -> list[tuple[str, str]]:
         """``(name, compute capability)`` by the driver or, in containers without its tool, by torch."""
@@ -154,6 +184,15 @@ class Answers:
         """Facts of each of the fork's modules."""
         found = self.facts["modules"].items()
         return {name.removeprefix("module "): fact for name, fact in found if name.startswith("module ")}
+
+
+def fork_is_first(a: Answers) -> bool:
+    """Whether the flashinfer that Python finds is a fork's; taken for granted where that question had no answer."""
+    path = a.facts.get("path", {})
+    if "found" not in path:
+        return True
+    file = (path["found"] or {}).get("file")
+    return file is not None and os.path.isfile(os.path.join(os.path.dirname(file), "_layer.py"))
 
 
 def say(text: str, stream: TextIO | None) -> bool:

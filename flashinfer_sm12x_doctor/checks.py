@@ -15,13 +15,28 @@ from pathlib import Path
 
 from flashinfer._version import SWITCH, needed
 from flashinfer.sm12x import variables
+from flashinfer.sm12x.counted import counted
 from flashinfer.sm12x.host_memory import GIB, HEADROOM, SHARE
 
-from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, Unanswered, numbers, public_version, versions
-from .remedies import FIRST, SERVER, driver_package, has_ninja, named_in, pip, prepend
+from .asking import (
+    CLI,
+    INTERPRETER,
+    PACKAGE,
+    PLUGIN,
+    PYTHON,
+    TREE,
+    Answers,
+    Unanswered,
+    fork_is_first,
+    numbers,
+    public_version,
+    versions,
+)
+from .remedies import FIRST, SERVER, as_root, driver_package, has, has_ninja, named_in, pip, prepend, where
 
 VLLM_VERSION = "0.33.0"
 INSTALL_VLLM = f"install vllm=={VLLM_VERSION}"
+BUILD = f"{CLI} sm12x-build"
 DISK_NEEDED = GIB
 """A build of all default modules, objects and compilers' temporary files included, takes less."""
 
@@ -38,6 +53,14 @@ def upstreams(a: Answers, package: str, options: str = "") -> tuple[str, str]:
     return pip(a, f'install {options}"{package}=={versions()["upstream"]}"')
 
 
+def _fork_first(a: Answers) -> tuple[str, str]:
+    """The command that puts this fork first, and installs the wheel that it extends if there is none."""
+    if a.get("path", "wheel") is not False:
+        return FIRST, SERVER
+    command, why = pip(a, f'install "{needed()}"')
+    return (f"{FIRST} && {command}", SERVER) if command else ("", f"{why}; then put {TREE} first on PYTHONPATH")
+
+
 def check_import(a: Answers) -> Outcome:
     """The flashinfer that Python imports."""
     try:
@@ -47,14 +70,14 @@ def check_import(a: Answers) -> Outcome:
         return "fail", text, "cd"
     found = a("path", "found")
     if found is None:
-        return "fail", "there is no flashinfer on sys.path", FIRST, SERVER
+        return "fail", "there is no flashinfer on sys.path", *_fork_first(a)
     if found["file"] is None:
         text = f"flashinfer is an empty namespace package: {', '.join(found['folders'])} has no __init__.py"
-        text += ". vLLM takes it for FlashInfer without its functions"
-        return "fail", text, FIRST, f"{SERVER}; that folder can be removed"
+        text += ". vLLM takes it for FlashInfer without its functions; that folder can be removed"
+        return "fail", text, *_fork_first(a)
     folder = os.path.dirname(found["file"])
-    if not os.path.isfile(os.path.join(folder, "_layer.py")):
-        return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
+    if not fork_is_first(a):
+        return "fail", f"the plain wheel in {folder} is imported, not the fork", *_fork_first(a)
     if aside := a.get("path", "aside"):
         text = f"upstream's package is imported without this fork: {aside}"
         if aside.startswith(SWITCH):
@@ -157,8 +180,13 @@ def _unified(a: Answers) -> bool:
 def check_driver(a: Answers) -> Outcome:
     """The driver's version, against the toolkit's."""
     gpus = a.get("gpus", "gpus")
+    if not gpus and not a.gpus():
+        return None
+    if not gpus and not has(a, "nvidia-smi"):
+        text = "its version is not known: nvidia-smi is not on PATH, though torch sees the GPU"
+        return "warn", text, "", where(a, "nvidia-smi")
     if not gpus:
-        return ("unknown", "no driver answers", "nvidia-smi") if a.gpus() else None
+        return "unknown", "no driver answers", "nvidia-smi"
     driver = gpus[0]["driver"]
     cuda = a.get("build", "version") or a.get("torch", "cuda") or ""
     if cuda.startswith("13.") and numbers(driver)[:1] < (CUDA_13_DRIVER,):
@@ -174,10 +202,13 @@ def check_kernel_log(a: Answers) -> Outcome:
     lines = a.get("log", "lines")
     if lines is None:
         text = f"not read: {a.get('log', 'failed') or 'this user may not'}"
-        return "warn", text, "sudo dmesg | grep -E 'NVRM: .*(Xid|NV_ERR|Out of memory)'", "look for such lines yourself"
+        if os.geteuid() == 0:
+            return "warn", text, "", "root may not, either: it is the host's, look there for lines with NVRM"
+        command, why = as_root(a, "dmesg | grep -E 'NVRM: .*(Xid|NV_ERR|Out of memory)'")
+        return "warn", text, command, why or "look for such lines yourself"
     if not lines:
         return "ok", "the driver complained of nothing since the machine started"
-    text = f"{a('log', 'count')} complaints of the driver, the last: {lines[-1].strip()}"
+    text = f"{counted(a('log', 'count'), 'complaint')} of the driver, the last: {lines[-1].strip()}"
     if "NV_ERR_NO_MEMORY" in lines[-1]:
         return "warn", text, "", "memory ran out, after which hosts hang: see 'headroom', and restart the machine"
     return "warn", text, "nvidia-smi -q", "Xid numbers are explained in NVIDIA's XID Errors; restart the machine"
@@ -202,11 +233,12 @@ def check_torch(a: Answers) -> Outcome:
         return "fail", text, "", "the driver may be older than that CUDA"
     if there and (gpus := a.get("torch", "gpus")):
         says, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
-        if not says <= driven:
+        served = sorted(gpu for gpu in driven if gpu.startswith("12."))
+        listed = re.findall(r"\b\d+\.\d+[af]?", a.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
+        named = all(any(_runs_on(entry, gpu) for entry in listed) for gpu in served)
+        if not says <= driven and not (served and named):
             text = f"torch says compute capability {_list(says)}, the driver {_list(driven)}: kernels are compiled for torch's"
-            served = _list(gpu for gpu in driven if gpu.startswith("12."))
-            known = served and "FLASHINFER_CUDA_ARCH_LIST" not in a.environ
-            command = f"export FLASHINFER_CUDA_ARCH_LIST={served}a" if known and " " not in served else ""
+            command = f'export FLASHINFER_CUDA_ARCH_LIST="{" ".join(f"{gpu}a" for gpu in served)}"' if served else ""
             return "warn", text, command, f"the driver knows better; a torch for its CUDA says the same; {SERVER}"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")
 
@@ -263,7 +295,7 @@ def check_modules(a: Answers) -> Outcome:
             return None
         if error := a.get("modules", "error"):
             if remedy := re.search(r"Remove it: (rm .*)", error):
-                return "fail", error, remedy[1]
+                return "fail", error, f"{remedy[1]} && {BUILD}"
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
         raise Unanswered(f"the question 'modules' told of none: {a('modules', 'failed')}")
     words = [
@@ -275,12 +307,12 @@ def check_modules(a: Answers) -> Outcome:
     if passed_over:
         text = f"prebuilt kernels are passed over ({passed_over[0]}); {text}"
         command, why = pip(a, "uninstall --yes flashinfer-sm12x-kernels")
-        return "warn", text, command, why or "or install the wheel that this fork makes"
-    if all(not fact["stale"] for name, fact in found.items() if name.startswith("fused_moe_120")):
-        return "ok", text  # the others are small, and built when first used
+        return "warn", text, command and f"{command} && {BUILD}", why or "or install the wheel that this fork makes"
+    if not any(fact["stale"] for fact in found.values() if fact["by_default"]):
+        return "ok", text  # what sm12x-build builds without options; the others are built when first used
     if a.environ.get("FLASHINFER_DISABLE_JIT"):
-        return "fail", text, f"unset FLASHINFER_DISABLE_JIT && {CLI} sm12x-build", "it forbids building"
-    return "warn", text, f"{CLI} sm12x-build", "or the first request builds it"
+        return "fail", text, f"unset FLASHINFER_DISABLE_JIT && {BUILD}", "it forbids building"
+    return "warn", text, BUILD, "or the first request builds it"
 
 
 def check_headroom(a: Answers) -> Outcome:

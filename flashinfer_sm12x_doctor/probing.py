@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashinfer.sm12x.files import written_whole
+
 from .asking import Facts, ask, say, versions
 from .probe import PARTS
 
@@ -41,15 +43,23 @@ def measure(limit: float) -> dict[str, dict[str, Any]]:
     return facts
 
 
+def has_measured(facts: Mapping[str, Facts]) -> bool:
+    """Whether any part found something besides the device and what it built."""
+    parts = [PREFIX + part for part in PARTS if part != "device" and not part.startswith("build")]
+    return any(set(facts.get(part, {})) - {"failed", "wall_seconds"} for part in parts)
+
+
 def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Finding]) -> None:
     """The file for others to read: the device and its driver, versions, what was measured, and what was found of it.
 
     Raises:
-        OSError, ValueError: it cannot be written.
+        OSError, ValueError: it cannot be written. The file is then as it was.
     """
     measured = {name.removeprefix(PREFIX): found for name, found in facts.items() if name.startswith(PREFIX)}
     gpus = facts["gpus"].get("gpus") or [{}]
     about = {"driver": gpus[0].get("driver"), "toolkit": facts["build"].get("version")}
     found = [asdict(finding) for finding in findings if finding.check.startswith(PREFIX)]
     report = {"format": FORMAT, **versions(), **about, "measured": measured, "findings": found}
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(report, indent=1) + "\n"
+    with written_whole(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def ask_path() -> None:
     plugins."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
-    tell(aside=importlib.import_module("_sm12x._version").upstream_alone())
+    version = importlib.import_module("_sm12x._version")
+    tell(aside=version.upstream_alone(), wheel=version.tested_wheel() is not None)
     tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 
@@ -101,17 +103,72 @@ def ask_import() -> None:
     tell(version=flashinfer.__version__, fork=getattr(flashinfer, "__fork_version__", None))
 
 
+PROGRAMS = ("apt-get", "dmesg", "grep", "head", "mkdir", "nvidia-smi", "ps", "rm", "sudo")
+"""The programs that remedies run, except for pip and uv, which :func:`ask_installer` looks for."""
+
+REPLACED = (
+    "vllm",
+    "torch",
+    "torchaudio",
+    "torchvision",
+    "triton",
+    "xgrammar",
+    "compressed-tensors",
+    "transformers",
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "flashinfer-sm12x",
+    "ninja",
+)
+"""The packages that remedies install, and those of vLLM's requirements that people build themselves."""
+
+PUBLISHED_LABEL = r"cpu|cu\d+|xpu|rocm[\d.]+"
+"""Local version labels of wheels that PyTorch and vLLM publish."""
+
+
 def ask_installer() -> None:
-    """The tools that can install packages for this Python."""
+    """The tools that can install packages for this Python, and the packages that no index gave it."""
     found = {name: importlib.util.find_spec(name) is not None for name in ("pip", "ensurepip")}
     own = sys.prefix == sys.base_prefix
     marker = Path(sysconfig.get_path("stdlib", sysconfig.get_default_scheme()), "EXTERNALLY-MANAGED")
     tell(**found, uv=shutil.which("uv"), managed=own and marker.is_file())
+    builds = {name: own_build(name) for name in REPLACED}
+    tell(builds={name: build for name, build in builds.items() if build is not None})
+
+
+def own_build(name: str) -> dict[str, str] | None:
+    """Version, kind and source of a package if it is a build of the user's (or of an image's maker); None if an index
+    gave it, or if it is not installed."""
+    found = next(iter(importlib.metadata.distributions(name=name)), None)
+    if found is None:
+        # A source tree on PYTHONPATH. flashinfer's importer is this fork, so its file tells nothing.
+        spec = None if name.startswith("flashinfer") else importlib.util.find_spec(name.replace("-", "_"))
+        if spec is None or spec.origin is None:
+            return None
+        return {"version": "without a version", "kind": "a source tree", "source": os.path.dirname(spec.origin)}
+    version, kind, source = found.version, "", ""
+    about: Any = {}
+    with contextlib.suppress(ValueError):
+        about = json.loads(found.read_text("direct_url.json") or "{}")
+    if isinstance(about, dict) and about:
+        folder = about.get("dir_info")
+        editable = isinstance(folder, dict) and folder.get("editable")
+        kind = "an editable installation" if editable else "built from source"
+        if "archive_info" in about:
+            kind = "a wheel that no index gave"
+        source = urllib.parse.unquote(str(about.get("url", "")).removeprefix("file://"))
+    elif found.read_text("RECORD") is None and found.read_text("SOURCES.txt") is not None:
+        kind, source = "a source tree", str(found.locate_file(""))
+    elif re.search(r"\.?dev\d*", version.partition("+")[0]):
+        kind = "a nightly or development build"
+    elif (label := version.partition("+")[2]) and not re.fullmatch(PUBLISHED_LABEL, label):
+        kind = "a build with a local version"
+    return {"version": version, "kind": kind, "source": source} if kind else None
 
 
 def ask_system() -> None:
-    """The system that the driver belongs to, and the ways to install packages here."""
-    tell(guest=guest(), apt=shutil.which("apt-get") is not None, sudo=shutil.which("sudo") is not None)
+    """The system that the driver belongs to, and the programs that remedies run."""
+    tell(guest=guest(), programs=[name for name in PROGRAMS if shutil.which(name) is not None])
 
 
 def guest(root: Path = Path("/")) -> str | None:
@@ -187,6 +244,7 @@ def _try_build() -> str | None:
     folder = None
     try:
         folder = _cache() / f"doctor-{os.getpid()}"
+        tell(scratch=folder)
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version), passed_over=toolkit.passed_over)
         targets = _targets()
@@ -310,6 +368,7 @@ def ask_modules() -> None:
     from flashinfer.jit import core
     from flashinfer.jit import env as jit_env
     from flashinfer.jit.sm12x import build, modules, prebuilt
+    from flashinfer.sm12x.instances import MOE_WEIGHTS
 
     known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)
     tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, architectures=[f"{major}.{minor}" for major, minor in known])
@@ -319,11 +378,13 @@ def ask_modules() -> None:
     except ValueError as error:
         tell(probe_error=str(error))
     try:
+        by_default = modules.gen_fused_moe_module(MOE_WEIGHTS[0]).name
         for spec in modules.gen_operator_modules():
             library, passed_over = prebuilt.find(spec)
             built = library is not None or build.find_library(spec.plan) is not None
             stale = "" if built else "it is not built yet"
             fact = {"prebuilt": library is not None, "stale": stale, "passed_over": passed_over}
+            fact["by_default"] = spec.name == by_default  # sm12x-build without options builds it
             tell(**{f"module {spec.name}": fact})
     except (RuntimeError, ValueError) as error:
         tell(error=str(error))
@@ -340,8 +401,11 @@ def ask_vllm(additional_config: str = "{}") -> None:
     with contextlib.suppress(ModuleNotFoundError):
         from flashinfer_sm12x_vllm import settings
 
+        files = importlib.import_module("_sm12x.sm12x.files")
+        expected = """an object such as {"sm12x": "spark"}"""
         try:
-            tell(settings=vars(settings.resolve(json.loads(additional_config))))
+            given = files.json_object(additional_config, f"--additional-config {additional_config[:200]!r}", expected)
+            tell(settings=vars(settings.resolve(given)))
         except ValueError as error:
             tell(settings_error=str(error))
     found = importlib.util.find_spec("vllm") is not None

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.instances import ROW_TILE, Format, Instance
 from flashinfer.sm12x.models import matrix_bytes
 
@@ -141,7 +142,7 @@ def times_of(row: Instance, layer: tuple[int, int], launches: Sequence[Launch]) 
 def write_runs(path: Path, runs: Mapping[KeptRun, Sequence[Launch]]) -> None:
     """For :func:`runs_in`: one line a launch."""
     counts = [field.name for field in dataclasses.fields(Counts)]
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with written_whole(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow([*KeptRun._fields, *counts, "warps", "blocks", "resident"])
         for run, launches in runs.items():

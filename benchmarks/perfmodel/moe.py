@@ -28,6 +28,7 @@ import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.jit.sm12x.modules import multiplies_in_half
+from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 
@@ -181,7 +182,7 @@ FIT_COLUMNS = ("tile", "by_tokens", "warps", "blocks", *COUNTS)
 
 def write_fits(path: Path, fitted: Sequence[tuple[Mapping[str, object], Sequence[Fit]]]) -> None:
     """For :func:`fits_in`: one line a launch, of the columns that tell whose it is and its own."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with written_whole(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
         lines = csv.DictWriter(file, [*fitted[0][0], *FIT_COLUMNS], lineterminator="\n")
         lines.writeheader()
         for whose, fits in fitted:

@@ -24,7 +24,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.fused_moe.sm12x_planner import plan_mode
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
+from flashinfer.sm12x.files import json_file, written_whole
 from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
 
@@ -258,7 +260,7 @@ COLUMNS = Kernel.__annotations__ | Times.__annotations__
 
 def write_kernels(kernels: Iterable[Kernel]) -> None:
     """For :func:`kept`: one line each."""
-    with KERNELS.open("w", encoding="utf-8", newline="") as file:
+    with written_whole(KERNELS) as scratch, scratch.open("w", encoding="utf-8", newline="") as file:
         lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         lines.writeheader()
         lines.writerows(map(vars, kernels))
@@ -565,27 +567,37 @@ def from_report(path: Path) -> Given:
     ValueError
         The file is not such a report, or it is not a GB10's.
     """
-    try:
-        measured: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["measured"]
-        device = measured["device"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no report of sm12x-doctor --probe: {error!r}") from error
-    if not device.get("gb10"):
+    kind = "a report of sm12x-doctor --probe"
+    measured = json_file(path, kind).get("measured")
+    device = measured.get("device") if isinstance(measured, dict) else None
+    if not isinstance(device, dict):
+        raise ValueError(f"{path} is not {kind}: it has no object 'measured' with an object 'device'")
+    if device.get("gb10") is not True:
         raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
+
+    def figure(*keys: str) -> float | None:
+        found: Any = measured
+        for key in keys:
+            if (found := found.get(key) if isinstance(found, dict) else None) is None:
+                return None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise ValueError(f"{path}: measured.{'.'.join(keys)} is {found!r}; it must be a positive number")
+        return found
 
     def both(value: float | None, otherwise: tuple[float, float]) -> tuple[float, float]:
         return otherwise if value is None else (value, value)
 
-    launch = measured.get("launch", {}).get("plain", {}).get("graph_us")
+    launch = figure("launch", "plain", "graph_us")
     # Only the launch's time is replaced; a small kernel's own time stays.
     small = (
         FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
     )
-    layers = {
-        int(name.split()[0]): line["layer_us"] for name, line in measured.get("layer", {}).items() if "tokens" in name
-    }
-    dram = both(measured.get("dram", {}).get("gigabytes_per_second"), GB10.dram)
-    bf16 = both(measured.get("mma", {}).get("bf16", {}).get("flops_per_clock"), GB10.bf16)
+    of_layers = measured.get("layer") if isinstance(measured.get("layer"), dict) else {}
+    counts = {name: re.fullmatch(r"(\d{1,9}) tokens", name) for name in of_layers}
+    times = {int(count[1]): figure("layer", name, "layer_us") for name, count in counts.items() if count}
+    layers = {tokens: time for tokens, time in times.items() if time is not None}
+    dram = both(figure("dram", "gigabytes_per_second"), GB10.dram)
+    bf16 = both(figure("mma", "bf16", "flops_per_clock"), GB10.bf16)
     return Given(dataclasses.replace(GB10, dram=dram, bf16=bf16), (small[0], small[1]), layers)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from perfmodel.step import PARTS
 
+from flashinfer.sm12x.files import written_whole
+
 SEGMENTS = (*PARTS, "gaps")
 
 
@@ -47,7 +49,8 @@ def pyplot() -> Any:
 
 def save(figure: Any, path: Path) -> Any:
     """Write a figure, and close it."""
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    with written_whole(path) as scratch:
+        figure.savefig(scratch, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)
     return figure
 

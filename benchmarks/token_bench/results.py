@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from perfmodel.step import Step
-from timing import github, write_json
+from timing import REPORT, github, report_of, write_json
 
+from flashinfer.sm12x.counted import counted
+from flashinfer.sm12x.files import json_file
 from flashinfer_sm12x_doctor.probe.timing import Sample
 
 NAME_WIDTH = 90  # of a kernel's name in a table
@@ -65,26 +66,32 @@ class Measured:
         """The batch, in words."""
         step = self.step
         if step.prefill:
-            return f"prefill of {step.new:,} tokens"
+            return f"prefill of {counted(step.new, 'token')}"
         window = f", windows of {step.new}" if step.verified else ""
-        sequences = "sequence" if step.sequences == 1 else "sequences"
-        return f"decode, context {step.context:,}, {step.sequences} {sequences}{window}"
+        return f"decode, context {step.context:,}, {counted(step.sequences, 'sequence')}{window}"
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Measured]]:
-    """Read a report that :func:`save` wrote."""
-    report = json.loads(path.read_text(encoding="utf-8"))
+    """Read a report that :func:`save` wrote.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such report; the message names the file.
+    """
+    report = json_file(path, REPORT)
     steps = []
-    for fields in report["steps"]:
-        rows = [Row(**row) for row in fields["rows"]]
-        replay = None if fields["replay"] is None else Sample(**fields["replay"])
-        steps.append(Measured(**{**fields, "step": Step(**fields["step"]), "rows": rows, "replay": replay}))
-    return report["machine"], steps
+    with report_of(path):
+        for fields in report["steps"]:
+            rows = [Row(**row) for row in fields["rows"]]
+            replay = None if fields["replay"] is None else Sample(**fields["replay"])
+            steps.append(Measured(**{**fields, "step": Step(**fields["step"]), "rows": rows, "replay": replay}))
+        return dict(report["machine"]), steps
 
 
 def save(path: Path, machine: dict[str, Any], steps: Sequence[Measured]) -> None:
-    """For :func:`load`; written anew after each step, so that what ends the process costs one."""
-    write_json(path, {"machine": machine, "steps": steps})
+    """For :func:`load`; written anew after each step, so that what ends the process costs one. Not before one is
+    measured: the file may have an earlier run's."""
+    if any(step.replay is not None for step in steps):
+        write_json(path, {"machine": machine, "steps": steps})
 
 
 def by_part(

@@ -296,16 +296,103 @@ def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{}", "is no report of sm12x-doctor --probe: KeyError"),
-        ("no json", "is no report of sm12x-doctor --probe: JSONDecodeError"),
+        ("{}", "is not a report of sm12x-doctor --probe: it has no object 'measured' with an object 'device'"),
+        ('{"measured": []}', "has no object 'measured'"),
+        ('{"measured": {"device": "gb10"}}', "has no object 'measured' with an object 'device'"),
+        (
+            "no json",
+            "bad.json is not JSON: Expecting value at line 1, column 1; it must be a report of sm12x-doctor --probe",
+        ),
+        ("[]", "bad.json is JSON, but a list; it must be a report"),
+        ("\udcff", "bad.json is not JSON: byte 0 is not UTF-8"),
+        ("[" * 100_000, "bad.json is not JSON of a depth that can be read"),
+        (
+            '{"measured": {"device": {"gb10": true}, "dram": {"gigabytes_per_second": "fast"}}}',
+            "measured.dram.gigabytes_per_second is 'fast'; it must be a positive number",
+        ),
+        (
+            '{"measured": {"device": {"gb10": true}, "mma": {"bf16": {"flops_per_clock": NaN}}}}',
+            "flops_per_clock is nan",
+        ),
+        (
+            '{"measured": {"device": {"gb10": true}, "layer": {"4 tokens": {"layer_us": true}}}}',
+            "layer.4 tokens.layer_us is True",
+        ),
         ('{"measured": {"device": {"name": "NVIDIA H200", "gb10": false}}}', "is of NVIDIA H200"),
         ('{"measured": {"device": {"failed": "no device"}}}', "is of no GPU"),
     ],
 )
 def test_a_report_of_no_use_is_refused(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.json").write_text(text)
+    (tmp_path / "bad.json").write_text(text, errors="surrogateescape")
     assert bench_token.main(["--report", str(tmp_path / "bad.json")]) == 2
-    assert why in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bench: {tmp_path / 'bad.json'}")
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "",
+            "old.json is not JSON: Expecting value at line 1, column 1; it must be the JSON that this benchmark wrote",
+        ),
+        ("{}", "old.json is not the JSON that this benchmark wrote: it has no 'steps'"),
+        ('{"steps": [1], "machine": {}}', "old.json is not the JSON that this benchmark wrote: "),
+        ('{"steps": [], "machine": {}}', "it has no 'read_gb_per_second'"),
+    ],
+)
+def test_an_earlier_run_that_is_none_is_refused(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.json").write_text(text)
+    assert bench_token.main(["--render", str(tmp_path / "old.json"), "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bench: {tmp_path / 'old.json'}")
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--models", ""], "--models: nothing is named"),
+        (["--windows", ","], "--windows: nothing is named"),
+        (["--decode", "0x1024"], "--decode: 0x1024; sequences and context must be at least 1"),
+        (["--decode", "4"], "argument --decode: invalid"),
+        (["--prefill", "0"], "--prefill: 0; a prompt has at least one token"),
+        (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
+    ],
+)
+def test_bad_options(options: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_token.main(options)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_output_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert bench_token.main(["--predict", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert capsys.readouterr().err == f"bench: [Errno 20] Not a directory: '{tmp_path / 'file' / 'below'}'\n"
+
+
+def test_a_run_that_measures_nothing_leaves_an_earlier_ones_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    for name in ("machine", "streaming_read"):
+        monkeypatch.setattr(bench_token, name, dict if name == "machine" else lambda: None)
+    monkeypatch.setattr(bench_token, "build", fails)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    good = {f"token.{suffix}": "a good one" for suffix in ("json", "md", "svg")}
+    for name, text in good.items():
+        (tmp_path / name).write_text(text)
+    assert bench_token.main(["--out", str(tmp_path), "--dense", "bf16"]) == 1
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == good
+    assert "nothing was measured, so the files of " in capsys.readouterr().err
 
 
 def test_what_needs_a_gpu_or_a_file_says_so(

@@ -42,6 +42,27 @@ done
 exec "$host" -D__global__= -fPIC $words
 """
 
+PIP = """
+import re, shlex, shutil, sys
+from pathlib import Path
+
+verb, *words = sys.argv[1:]
+with open(f"{ROOT}/installed", "a") as log:
+    log.write("pip " + shlex.join(sys.argv[1:]) + "\\n")
+for word in words:
+    name = "flashinfer-sm12x[cuda]" if word.endswith("[cuda]") else re.split("[=<>!~]", word)[0]
+    brought = Path(ROOT, "packages", name)
+    for folder in ("site", "wheel"):
+        if verb == "uninstall" or brought.is_dir():
+            for old in Path(ROOT, folder).glob(f"{name.replace('-', '_')}-*.dist-info"):
+                shutil.rmtree(old)
+    if verb == "uninstall":
+        shutil.rmtree(Path(ROOT, "site", name.replace("-", "_")), ignore_errors=True)
+    elif brought.is_dir():
+        shutil.copytree(brought, ROOT, symlinks=True, dirs_exist_ok=True)
+"""
+COPY = shutil.which("cp") + " -R"
+
 PLUGINS = """
 import os
 from importlib.metadata import entry_points
@@ -63,7 +84,7 @@ class current_platform:
 """
 
 VLLM_ANSWERS = {
-    "has_flashinfer_cubin": "False",
+    "has_flashinfer_cubin": "bool([*metadata.distributions(name='flashinfer-cubin')])",
     "has_flashinfer": "bool(_flashinfer_nvcc_path() and shutil.which('ninja'))",
     "has_flashinfer_cutlass_fused_moe": "has_flashinfer()",
     "has_flashinfer_autotune_v2": "has_flashinfer()",
@@ -118,10 +139,12 @@ class Machine:
             assert found or name == IF_THERE, name
             if found:
                 (self.root / "bin" / name).symlink_to(found)
-        for name in ("apt-get", "sudo"):
-            self.program(f"bin/{name}", f'echo {name} "$@" >> {self.root}/installed')
-        log = f"import shlex, sys\nopen({str(self.root / 'installed')!r}, 'a').write('pip ' + shlex.join(sys.argv[1:]) + '\\n')"
-        write_tree(self.site, {"pip/__main__.py": log})
+        self.program("bin/sudo", 'exec "$@"')
+        install = f"""
+echo apt-get "$@" >> {self.root}/installed
+for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/packages/$package/. {self.root}; done"""
+        self.program("bin/apt-get", install)
+        write_tree(self.site, {"pip/__main__.py": f"ROOT = {str(self.root)!r}\n{PIP}"})
         self.program("bin/systemd-detect-virt", "echo none")  # what runs the tests may be a container
         self.program("bin/dmesg", "echo '[    0.0] Booting Linux'")
         self.gpus(GB10)
@@ -140,6 +163,30 @@ class Machine:
             "def module(part): return importlib.import_module('.' + {'experts': 'moe', 'head': 'lm_head'}.get(part, part), __package__)",
         )
         self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x_vllm:register")
+        self.packages(parts)
+
+    def packages(self, parts: Parts) -> None:
+        """Fill what pip and apt-get install from: folders that are copied over the machine's."""
+        packages = self.root / "packages"
+        toolkit = packages / "flashinfer-sm12x[cuda]" / "site" / "nvidia" / "cu13"
+        shutil.copytree(self.root / "toolkit", toolkit, symlinks=True)
+        (toolkit / "lib64").rename(toolkit / "lib")
+        write_tree(packages, {"nvidia-curand/site/nvidia/cu13/include/curand_kernel.h": ""})
+        for name in ("torch", "vllm"):  # torch comes with vLLM
+            shutil.copytree(self.site / name, packages / "vllm" / "site" / name)
+        shutil.copytree(self.site / "vllm-0.33.0.dist-info", packages / "vllm" / "site" / "vllm-0.33.0.dist-info")
+        write_wheel(packages / "flashinfer-python" / "wheel", WHEEL_FILES)
+        write_tree(packages, {"flashinfer-python/site/tvm_ffi.py": ""})
+        info = f"flashinfer-cubin/site/flashinfer_cubin-{UPSTREAM}.dist-info/METADATA"
+        write_tree(packages, {info: f"Metadata-Version: 2.1\nName: flashinfer-cubin\nVersion: {UPSTREAM}\n"})
+        for package, programs in (("ninja", ("ninja",)), ("g++", ("g++", "c++"))):
+            folder = packages / package / "bin"
+            folder.mkdir(parents=True)
+            for program in programs:
+                shutil.copy(self.root / "bin" / program, folder / program, follow_symlinks=False)
+        driver = packages / "nvidia-driver-580-open" / "bin"
+        driver.mkdir(parents=True)
+        shutil.copy(self.root / "bin" / "nvidia-smi", driver)
 
     def program(self, name: str, script: str) -> None:
         file = self.root / name
@@ -168,10 +215,11 @@ class Machine:
     def gpus(self, *rows: str) -> None:
         self.program("bin/nvidia-smi", "\n".join(f"echo '{row}'" for row in rows))
 
-    def package(self, name: str, version: str, plugin: str | None = None) -> None:
-        """Metadata in site-packages."""
+    def package(self, name: str, version: str, plugin: str | None = None, url: str = "") -> None:
+        """Metadata in site-packages; ``url`` is the text of its direct_url.json."""
         info = f"{name.replace('-', '_')}-{version}.dist-info"
-        files = {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
+        files = {f"{info}/direct_url.json": url} if url else {}
+        files |= {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
         if plugin:
             files[f"{info}/entry_points.txt"] = f"[vllm.general_plugins]\n{plugin}\n"
         write_tree(self.site, files)
@@ -183,22 +231,26 @@ class Machine:
     def plugin_part(self, name: str, code: str) -> None:
         write_tree(self.tree, {f"flashinfer_sm12x_vllm/{name}.py": code})
 
-    def torch(self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]], at_import: str = "") -> None:
+    def torch(
+        self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]], at_import: str = "", version: str = "2.14.0"
+    ) -> None:
         code = f"""
 {at_import}
 import os
 from types import SimpleNamespace as N
-__version__ = "2.13.0"
+__version__ = {version!r}
 version = N(cuda={cuda!r})
 def visible(): return [] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else {gpus!r}
 cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible()),
          get_device_name=lambda i: visible()[i][0], get_device_capability=lambda i: visible()[i][1])
 """
         write_tree(self.site, {"torch/__init__.py": code})
+        self.without_package("torch")
+        self.package("torch", version)
 
     def vllm(self, version: str = "0.33.0", at_import: str = "", **answers: str) -> None:
         functions = [f"def {name}(): return {answer}" for name, answer in {**VLLM_ANSWERS, **answers}.items()]
-        nvcc = "import os, shutil\ndef _flashinfer_nvcc_path():\n    home = os.environ.get('CUDA_HOME')\n"
+        nvcc = "import os, shutil\nfrom importlib import metadata\ndef _flashinfer_nvcc_path():\n    home = os.environ.get('CUDA_HOME')\n"
         nvcc += "    return shutil.which(f'{home}/bin/nvcc' if home else 'nvcc')"
         code = "\n".join([at_import, nvcc, *functions])
         files = {"__init__.py": "", "plugins.py": PLUGINS, "platforms.py": PLATFORMS, "utils/__init__.py": ""}
@@ -236,7 +288,7 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return Diagnosis(json.loads(result.stdout), result.returncode, 0), variables, statuses
 
     def installed(self) -> str:
-        """The lines that apt-get and pip were given."""
+        """The lines that apt-get and pip were given; both copy what ``packages`` has."""
         file = self.root / "installed"
         return file.read_text() if file.exists() else ""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from doctor_machine import NVCC, REPO, UPSTREAM, Machine
 from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
+
+from flashinfer.jit.sm12x.toolchain import DEFAULT_ROOT
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,7 @@ class Planted:
         variables: Environment variables to set; ``{root}`` is the machine's folder.
         mounts: A shell script that mounts file systems for every process.
         plant: Any other change to the machine.
-        mends: Whether the finding is gone after the command. False: the command only installs something or shows more,
-            or there is none. None: it depends on the machine that runs the tests.
+        mends: Whether the finding is gone after the command. False: the command only shows more, or there is none.
         loses: Entries of the user's variables that the command removes.
         why: A part of the row's reason.
     """
@@ -35,7 +37,7 @@ class Planted:
     variables: Mapping[str, str] = field(default_factory=dict)
     mounts: str = ""
     plant: Callable[[Machine], object] = id
-    mends: bool | None = False
+    mends: bool = False
     loses: tuple[str, ...] = ()
     why: str = ""
 
@@ -48,16 +50,22 @@ class Planted:
 
 def _empty_namespace_package(m: Machine) -> None:
     (m.site / "flashinfer" / "data").mkdir(parents=True)
-    m.path = [m.site]
+    _no_flashinfer(m)
 
 
 def _no_flashinfer(m: Machine) -> None:
-    m.path = [m.site]
+    shutil.rmtree(m.wheel)
+    m.path = [m.wheel, m.site]
 
 
 def _wheel_of_another_version(m: Machine) -> None:
     shutil.rmtree(m.wheel)
     write_wheel(m.wheel, {"__init__.py": ""}, version="0.6.4")
+
+
+def _untested_wheel_first(m: Machine) -> None:
+    _wheel_of_another_version(m)
+    m.path.insert(0, m.wheel)
 
 
 def _other_fork(m: Machine) -> Path:
@@ -128,6 +136,58 @@ def _no_gpu_in_wsl(m: Machine) -> None:
     m.program("bin/systemd-detect-virt", "echo wsl")
 
 
+def _editable_vllm(m: Machine) -> None:
+    m.vllm("0.34.0")
+    m.package("vllm", "0.34.0", url='{"dir_info": {"editable": true}, "url": "file:///home/u/vllm"}')
+
+
+def _vllm_from_a_commit(m: Machine) -> None:
+    m.vllm("0.32.0")
+    m.package("vllm", "0.32.0", url='{"url": "https://a.b/vllm", "vcs_info": {"vcs": "git", "commit_id": "0"}}')
+
+
+def _torch_of_the_users_beside_an_old_vllm(m: Machine) -> None:
+    m.torch("13.0", [("NVIDIA GB10", (12, 1))], version="2.15.0a0+gitabc")
+    m.vllm("0.31.0")
+
+
+def _flashinfer_of_the_users(m: Machine) -> None:
+    shutil.rmtree(m.wheel)
+    write_wheel(m.wheel, {"__init__.py": ""}, version="0.8.0")
+    url = '{"dir_info": {"editable": true}, "url": "file:///home/u/flashinfer"}'
+    write_tree(m.wheel, {"flashinfer_python-0.8.0.dist-info/direct_url.json": url})
+
+
+def _cubins_of_another_version(m: Machine) -> None:
+    m.package("flashinfer-cubin", "0.6.4")
+    text = f"""
+from importlib import metadata
+if metadata.version("flashinfer-cubin") != {UPSTREAM!r}:
+    raise RuntimeError({CUBINS!r})
+"""
+    write_tree(m.wheel / "flashinfer", {"plain.py": text})
+
+
+def _capabilities_disagree(m: Machine) -> None:
+    m.torch("13.0", [("NVIDIA GB10", (12, 0))])
+    del m.variables["FLASHINFER_CUDA_ARCH_LIST"]
+
+
+def _without_nvidia_smi_in(kind: str) -> Callable[[Machine], object]:
+    """Plant a guest in which torch sees the GPU without the driver's tool."""
+
+    def plant(m: Machine) -> None:
+        m.program("bin/systemd-detect-virt", f"echo {kind}")
+        m.remove("bin/nvidia-smi")
+
+    return plant
+
+
+def _complaint_without_nvidia_smi(m: Machine) -> None:
+    _without_nvidia_smi_in("docker")(m)
+    m.program("bin/dmesg", f"echo '{XID}'")
+
+
 def _old_driver_without_apt_get(m: Machine) -> None:
     m.remove("bin/apt-get")
     m.gpus("NVIDIA GB10, 12.1, 570.86.10")
@@ -147,6 +207,9 @@ ELSEWHERE = "&& export FLASHINFER_WORKSPACE_BASE="
 WHEEL = f'"flashinfer-python=={UPSTREAM}"'
 CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
 THE_TOOLKIT = {"CUDA_HOME": "{root}/toolkit"}  # named: else one of the machine that runs the tests may be taken
+TOOLKIT = f"pip install {shlex.quote(f'{REPO}[cuda]')}"
+HIDDEN = f"/bin/mount -t tmpfs tmpfs {DEFAULT_ROOT.resolve()}" if DEFAULT_ROOT.exists() else ""
+"""Hides a toolkit in NVIDIA's place, which would be taken before pip's."""
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
 echo 'release 12.4, V12.4.1'"""
 SILENT_NVCC = "case $1 in --version) echo 'release 13.0, V13.0.88' ;; *) exit 1 ;; esac"
@@ -160,15 +223,17 @@ PLANTED = {
         plant=lambda m: m.path.insert(0, m.wheel)),
     "empty_namespace_package": Planted("import", "fail", "empty namespace package", FIRST, mends=True,
         plant=_empty_namespace_package),
+    "untested_wheel_first": Planted("import", "fail", "the plain wheel in", f"-m pip install {WHEEL}", mends=True,
+        plant=_untested_wheel_first),
     "no_flashinfer": Planted("import", "fail", "no flashinfer on sys.path", FIRST, mends=True, plant=_no_flashinfer),
     "wheel_of_another_version": Planted("import", "fail", "is none that flashinfer-sm12x",
-        f"pip install --force-reinstall --no-deps {WHEEL}", plant=_wheel_of_another_version),
+        f"pip install --force-reinstall --no-deps {WHEEL}", mends=True, plant=_wheel_of_another_version),
     "wheel_of_which_a_part_is_cut_off": Planted("import", "fail", "SyntaxError: '(' was never closed",
-        f"--no-deps {WHEEL}", plant=_plain("print(")),
+        f"--no-deps {WHEEL}", mends=True, plant=_plain("print(")),
     "package_that_the_wheel_needs": Planted("import", "fail", "No module named 'tvm_ffi'", f"pip install {WHEEL}",
-        plant=_plain("import tvm_ffi")),
+        mends=True, plant=_plain("import tvm_ffi")),
     "cubins_of_another_version": Planted("import", "fail", "flashinfer-cubin version (0.6.4) does not match",
-        f'install "flashinfer-cubin=={UPSTREAM}"', plant=_plain(f"raise RuntimeError({CUBINS!r})")),
+        f'install "flashinfer-cubin=={UPSTREAM}"', mends=True, plant=_cubins_of_another_version),
     "import_that_needs_its_docstrings": Planted("import", "fail", "TypeError: unsupported operand", "unset PYTHONOPTIMIZE",
         {"PYTHONOPTIMIZE": "2"}, mends=True, plant=_plain("def f():\n    'x'\nf.__doc__ += 'y'\n")),
     "path_without_the_scripts_folder": Planted("import", "ok", "the fork 0.1.0 over", variables={"PYTHONSAFEPATH": "1"}),
@@ -200,25 +265,25 @@ PLANTED = {
     "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/none"}, mends=True),
     "old_compiler": Planted("build", "fail", "is of CUDA 12.4, but 12.9 or later is needed",
-        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
+        TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
     "headers_of_another_release": Planted("build", "fail", "toolkit/include/cuda_runtime_api.h of 13.5",
-        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None, plant=_of_two_releases("toolkit")),
-    "headers_that_are_gone": Planted("build", "fail", "has no headers:", 'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None,
+        TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True, plant=_of_two_releases("toolkit")),
+    "headers_that_are_gone": Planted("build", "fail", "has no headers:", TOOLKIT, THE_TOOLKIT, HIDDEN, mends=True,
         plant=lambda m: m.remove("toolkit/include/cuda_runtime_api.h")),
     "headers_that_upstreams_sampler_needs": Planted("build", "fail", "curand_kernel.h is not part of this CUDA toolkit",
-        "install nvidia-curand", plant=lambda m: m.remove("toolkit/include/curand_kernel.h")),
+        "install nvidia-curand", mends=True, plant=lambda m: m.remove("toolkit/include/curand_kernel.h")),
     "cuda_home_of_two_releases": Planted("build", "fail", "is of CUDA 13.0, but", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/mixed"}, mends=True, plant=_of_two_releases("mixed")),
-    "compiler_that_is_none": Planted("build", "fail", "names no CUDA release", 'install "nvidia-cuda-nvcc==13.0.*"',
-        THE_TOOLKIT, mends=None, plant=_program("echo hello", "toolkit/bin/nvcc")),
-    "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", 'install "nvidia-cuda-nvcc==13.0.*"',
+    "compiler_that_is_none": Planted("build", "fail", "names no CUDA release", TOOLKIT,
+        THE_TOOLKIT, HIDDEN, mends=True, plant=_program("echo hello", "toolkit/bin/nvcc")),
+    "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", TOOLKIT, mends=True,
         plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
     "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",
-        plant=lambda m: m.remove("bin/ninja")),
+        mends=True, plant=lambda m: m.remove("bin/ninja")),
     "ninja_that_does_nothing": Planted("build", "fail", "building doctor failed: ninja made no doctor.so",
         plant=_program("exit 0", "bin/ninja")),
     "no_host_compiler": Planted("build", "fail", "the host C++ compiler is missing", "apt-get install --yes g++",
-        plant=lambda m: m.remove("bin/c++", "bin/g++")),
+        mends=True, plant=lambda m: m.remove("bin/c++", "bin/g++")),
     "host_compiler_that_crashes": Planted("build", "fail", "SIGSEGV",
         plant=_program("kill -SEGV $$", "bin/c++", "bin/g++")),
     "nvcc_ccbin": Planted("build", "fail", "Failed to preprocess host compiler", "unset NVCC_CCBIN",
@@ -265,7 +330,7 @@ PLANTED = {
     "hopper_on_purpose": Planted("gpu", "ok", "because FLASHINFER_SM12X_MOE=1", variables={"FLASHINFER_SM12X_MOE": "1"},
         plant=lambda m: m.gpus("NVIDIA H200, 9.0, 580.95.05")),
     "old_driver": Planted("driver", "fail", "570.86.10 is older than 580",
-        "apt-get install --yes nvidia-driver-580-open", plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
+        "apt-get install --yes nvidia-driver-580-open", mends=True, plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_in_wsl": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is Windows's",
         plant=_guest("wsl", "NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_in_a_container": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is the host's",
@@ -274,9 +339,17 @@ PLANTED = {
         plant=_guest("kvm", "NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_without_apt_get": Planted("driver", "fail", "570.86.10 is older than 580", why="this system has no apt-get",
         plant=_old_driver_without_apt_get),
+    "no_nvidia_smi": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch sees the GPU", why="install it first",
+        plant=lambda m: m.remove("bin/nvidia-smi")),
+    "no_nvidia_smi_in_wsl": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch", why="/usr/lib/wsl/lib",
+        plant=_without_nvidia_smi_in("wsl")),
+    "no_nvidia_smi_in_a_container": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch", why="name utility",
+        plant=_without_nvidia_smi_in("docker")),
+    "complaint_without_nvidia_smi": Planted("kernel-log", "warn", "1 complaint of the driver",
+        why="nvidia-smi is not on PATH (the container was started without it: ", plant=_complaint_without_nvidia_smi),
     "no_gpu_in_wsl": Planted("gpu", "warn", "no GPU", why="whose driver is Windows's",
         plant=_no_gpu_in_wsl),
-    "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaints of the driver, the last: {XID}",
+    "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaint of the driver, the last: {XID}",
         "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
     "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
         plant=_program("echo '[ 7.1] NVRM: Out of memory [NV_ERR_NO_MEMORY] returned from _memdescAlloc'", "bin/dmesg")),
@@ -284,33 +357,51 @@ PLANTED = {
         plant=_program("exit 1", "bin/dmesg")),
 
     "torch_without_cuda": Planted("torch", "fail", "without CUDA", "pip install vllm==0.33.0",
-        plant=lambda m: m.torch(None, [])),
+        mends=True, plant=lambda m: m.torch(None, [])),
     "no_torch": Planted("torch", "fail", "torch is not installed", "pip install vllm==0.33.0",
-        plant=lambda m: shutil.rmtree(m.site / "torch")),
+        mends=True, plant=lambda m: shutil.rmtree(m.site / "torch")),
     "no_torch_in_an_environment_of_uvs": Planted("torch", "fail", "torch is not installed",
         "bin/uv pip install --python", plant=_uv_without_torch),
     "torch_without_cuda_in_an_environment_of_uvs": Planted("torch", "fail", "without CUDA", "bin/uv pip uninstall --python",
         plant=_uv_with_torch_without_cuda),
     "capability_of_which_torch_and_driver_disagree": Planted("torch", "warn", "torch says compute capability 12.0, the driver 12.1",
-        why="the driver knows better", plant=lambda m: m.torch("13.0", [("NVIDIA GB10", (12, 0))])),
+        'export FLASHINFER_CUDA_ARCH_LIST="12.1a"', mends=True, why="the driver knows better", plant=_capabilities_disagree),
     "hidden_gpu": Planted("torch", "fail", "sees no GPU, the driver does", "unset CUDA_VISIBLE_DEVICES",
         {"CUDA_VISIBLE_DEVICES": ""}, mends=True),
 
     "another_vllm": Planted("vllm", "warn", "vLLM 0.31.0", "pip install vllm==0.33.0",
-        plant=lambda m: m.vllm("0.31.0")),
+        mends=True, plant=lambda m: m.vllm("0.31.0")),
     "vllm_with_a_builders_label": Planted("vllm", "ok", "vLLM 0.33.0+cu130", plant=lambda m: m.vllm("0.33.0+cu130")),
-    "nightly_vllm_with_a_label": Planted("vllm", "warn", "vLLM 0.33.1.dev12+g0123abc.cu130", "pip install vllm==0.33.0",
+    "nightly_vllm_with_a_label": Planted("vllm", "warn", "vLLM 0.33.1.dev12+g0123abc.cu130",
+        why="vllm 0.33.1.dev12+g0123abc.cu130 is a build of your own (a nightly or development build): pip install vllm",
         plant=lambda m: m.vllm("0.33.1.dev12+g0123abc.cu130")),
+    "vllm_that_is_editable": Planted("vllm", "warn", "vLLM 0.34.0; the fork is made for 0.33.0",
+        why="vllm 0.34.0 is a build of your own (an editable installation, /home/u/vllm)", plant=_editable_vllm),
+    "vllm_from_a_commit": Planted("vllm", "warn", "vLLM 0.32.0", why="(built from source, https://a.b/vllm)",
+        plant=_vllm_from_a_commit),
+    "vllm_of_an_images_maker": Planted("vllm", "warn", "vLLM 0.31.0+nv26.10", why="(a build with a local version): pip",
+        plant=lambda m: m.vllm("0.31.0+nv26.10")),
+    "vllm_on_the_path": Planted("vllm", "warn", "vLLM of an unknown version", why="(a source tree, ",
+        plant=lambda m: m.without_package("vllm")),
+    "vllm_of_an_index_beside_a_torch_of_the_users": Planted("vllm", "warn", "vLLM 0.31.0",
+        why="torch 2.15.0a0+gitabc is a build of your own (a build with a local version): pip install vllm==0.33.0",
+        plant=_torch_of_the_users_beside_an_old_vllm),
+    "torch_of_the_users_without_cuda": Planted("torch", "fail", "torch 2.15.0.dev20261101 is a build without CUDA",
+        why="(a nightly or development build): pip uninstall --yes torch would remove it",
+        plant=lambda m: m.torch(None, [], version="2.15.0.dev20261101")),
+    "flashinfer_of_the_users": Planted("import", "fail", "is none that flashinfer-sm12x",
+        why="flashinfer-python 0.8.0 is a build of your own (an editable installation, /home/u/flashinfer)",
+        plant=_flashinfer_of_the_users),
     "variable_of_an_older_vllm": Planted("vllm", "warn", "vLLM 0.33.0 does not read VLLM_ATTENTION_BACKEND",
         variables={"VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_KV_CACHE_LAYOUT": "HND"}),
-    "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=",
+    "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=", mends=True,
         plant=lambda m: m.remove("bin/ninja")),
     "vllm_without_nvcc": Planted("vllm-flashinfer", "fail", "vLLM finds no nvcc", "export CUDA_HOME=", mends=True,
         plant=_toolkit_of_pips),
     "vllm_with_half_a_flashinfer": Planted("vllm-flashinfer", "fail", "lacks functions", FIRST,
         plant=lambda m: m.vllm(has_flashinfer_cutlass_fused_moe="False")),
     "offline_without_cubins": Planted("vllm-flashinfer", "warn", "TRITON_ATTN",
-        f'pip install "flashinfer-cubin=={UPSTREAM}"', plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
+        f'pip install "flashinfer-cubin=={UPSTREAM}"', mends=True, plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
     "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True,
         plant=lambda m: m.without_package("flashinfer-sm12x")),
     "plugin_not_listed": Planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "export VLLM_PLUGINS=",

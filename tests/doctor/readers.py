@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from layer_toys import REPO
 from packaging.requirements import Requirement
@@ -18,6 +19,7 @@ import flashinfer_sm12x_doctor as doctor
 from flashinfer.__main__ import cli
 from flashinfer.compilation_context import parse_arch_list
 from flashinfer.sm12x import variables
+from flashinfer_sm12x_doctor.asking import FOLDER
 
 UVS_OPTIONS = {"install": {"--force-reinstall", "--no-deps"}, "uninstall": set()}
 """Those of pip's that uv 0.13 takes under the same name; its ``uninstall`` asks nothing and has no ``--yes``."""
@@ -28,7 +30,7 @@ NVIDIA_SMI_DISPLAYS = (
 ).split()
 """Words that ``nvidia-smi -d`` takes beside ``-q``, several with commas between them."""
 
-APT = r"apt-get install( --yes)?( [a-z0-9][a-z0-9.+-]+)+"
+APT = r"apt-get (update|install( --yes)?( [a-z0-9][a-z0-9.+-]+)+)"
 PART = re.compile(r"""((?:'[^']*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[^|&;'"])+)(\|\||&&|[|;&]|$)""")
 """A command of a line, with what parts it from the next."""
 
@@ -46,8 +48,16 @@ def read_by_its_reader(command: str, environ: Mapping[str, str]) -> None:
         elif words[1:2] == ["-X"]:
             assert words[2:4] == ["importtime", "-c"], words
             compile(words[4], "-c", "exec")
+        elif words[1:2] == [str(FOLDER)]:
+            doctor.parser().parse_args(words[2:])
         elif words[1:2] == ["pip"]:
             _installed(words)
+        elif words[0] == "export" and "$(" in part:
+            substituted = re.fullmatch(r'export [A-Z_]+="\$\((.+)\)"', part)
+            assert substituted is not None, part
+            program, option, code = shlex.split(substituted[1])
+            assert (Path(program).is_file(), option) == (True, "-c"), part
+            compile(code, "-c", "exec")
         elif words[0] == "export":
             _exported(part, environ)
         else:
@@ -65,7 +75,7 @@ def words_are_read(why: str, environ: Mapping[str, str]) -> None:
         assert name in variables.TABLE or environ.get(name) == value.rstrip(";"), (why, name)
         if environ.get(name) is None:
             variables.read(name, {name: value})
-    for verb, arguments in re.findall(r"\bpip ((?:un)?install) ([^,;)]+)", why):
+    for verb, arguments in re.findall(r"\bpip ((?:un)?install) (.+?)(?= would |[,;)]|$)", why):
         _arguments_of_pip(verb, shlex.split(arguments))
     for command in re.findall(r"apt-get install [a-z0-9 .+-]+?(?= brings|[,;)]|$)", why):
         assert re.fullmatch(APT, command), (why, command)
@@ -105,10 +115,15 @@ def _installed(words: list[str]) -> None:
 
 
 def _arguments_of_pip(verb: str, arguments: list[str]) -> None:
-    _, packages = create_command(verb).parse_args(arguments)
+    options, packages = create_command(verb).parse_args(arguments)
+    packages = [*packages, *getattr(options, "editables", [])]
     assert packages, arguments
     for package in packages:
-        Requirement(package)
+        if folder := re.fullmatch(r"(/.*)\[cuda\]", package):
+            project = Path(folder[1], "pyproject.toml").read_text(encoding="utf-8")
+            assert re.search(r"^optional-dependencies\.cuda = ", project, re.MULTILINE), package
+        else:
+            Requirement(package)
 
 
 def _ours(words: list[str]) -> None:

@@ -13,13 +13,14 @@ from doctor_machine import findings, healthy
 from layer_toys import write_tree
 
 from flashinfer_sm12x_doctor import checks, questions
+from flashinfer_sm12x_doctor.asking import CLI
 
 SPARK = {"gpus": [{"name": "GB10", "capability": "12.1", "driver": "580.95.05"}]}
 MOE, CHANGED = "module fused_moe_120", "x.cuh changed"
 
 
-def module(stale: str = "", prebuilt: bool = False, passed_over: str = "") -> dict[str, Any]:
-    return {"prebuilt": prebuilt, "stale": stale, "passed_over": passed_over}
+def module(stale: str = "", prebuilt: bool = False, passed_over: str = "", by_default: bool = True) -> dict[str, Any]:
+    return {"prebuilt": prebuilt, "stale": stale, "passed_over": passed_over, "by_default": by_default}
 
 
 def build_of(*modules: dict[str, Any]) -> dict[str, Any]:
@@ -50,13 +51,13 @@ NO_TORCH = {"torch": {"failed": "ModuleNotFoundError: No module named 'torch'"}}
 # check, facts, state, a part of what is found, the end of the command, a part of the reason; and the environment
 # fmt: off
 GIVEN: list[tuple[Any, ...]] = [
-    ("modules", {"modules": {MOE: module(), "module gemm": module("it is not built yet")}}, "ok", "built and fresh", "", ""),
+    ("modules", {"modules": {MOE: module(), "module fused_moe_120_nvfp4": module("it is not built yet", by_default=False)}}, "ok", "built and fresh", "", ""),
     ("modules", {"modules": {MOE: module(CHANGED)}}, "warn", "fused_moe_120: x.cuh changed", "-m flashinfer sm12x-build", ""),
     ("modules", {"modules": {MOE: module(CHANGED)}}, "fail", CHANGED, "-m flashinfer sm12x-build", "forbids",
      {"FLASHINFER_DISABLE_JIT": "1"}),
     ("modules", {"modules": {MOE: module(prebuilt=True)}}, "ok", "fused_moe_120: prebuilt", "", ""),
     ("modules", {"modules": {MOE: module("it is not built yet", passed_over="x.cuh is another")}}, "warn",
-     "(fused_moe_120: x.cuh is another)", "uninstall --yes flashinfer-sm12x-kernels", ""),
+     "(fused_moe_120: x.cuh is another)", f"uninstall --yes flashinfer-sm12x-kernels && {CLI} sm12x-build", ""),
     ("build", build_of(module()), "warn", "no CUDA compiler", "-m pip install x", "need none"),
     ("build", build_of(module(), module("changed")), "fail", "no CUDA compiler", "-m pip install x", ""),
     ("build", build_of(), "fail", "no CUDA compiler", "-m pip install x", ""),
@@ -65,7 +66,7 @@ GIVEN: list[tuple[Any, ...]] = [
     ("headroom", memory(77.9), "warn", "leaves the host less than 8 GiB", "| head", "--gpu-memory-utilization 0.69 or less"),
     ("headroom", memory(1), "warn", "", "| head", "--gpu-memory-utilization 0.00"),
     ("modules", {"modules": {"error": "/c/build.ninja is no file and no folder. Remove it: rm '/c d/build.ninja'"}}, "fail",
-     "is no file and no folder", "rm '/c d/build.ninja'", ""),
+     "is no file and no folder", f"rm '/c d/build.ninja' && {CLI} sm12x-build", ""),
     ("torch", NO_TORCH | {"installer": {"pip": False, "ensurepip": True}}, "fail", "not installed",
      "-m pip install vllm==0.33.0", ""),
     ("torch", NO_TORCH | {"installer": {"pip": False}}, "fail", "not installed", "",
@@ -73,12 +74,16 @@ GIVEN: list[tuple[Any, ...]] = [
     ("torch", NO_TORCH | {"installer": {"pip": True, "uv": "/u/uv", "managed": True, "ensurepip": True}}, "fail",
      "not installed", "", "make an environment, python3 -m venv ~/venv, install there, pip install vllm==0.33.0"),
     ("torch", NO_TORCH | {"installer": {"pip": True, "managed": True, "ensurepip": False}}, "fail", "not installed", "", "apt-get install python3-venv"),
-    ("build", {"build": {"error": "apt-get install g++"}, "system": {"apt": False}}, "fail", "g++", "", "has no apt-get"),
+    ("build", {"build": {"error": "apt-get install g++"}, "system": {"programs": []}}, "fail", "g++", "", "has no apt-get"),
     ("architectures", {"modules": {"architectures": ["12.1a"]}, "gpus": gpus("12.1", "8.9", "6.1")}, "ok", "12.1a", "", ""),
     ("architectures", {"modules": {"architectures": ["12.0a"]}, "gpus": gpus("12.1", "8.9")}, "fail", "not run on", " }12.1a\"", ""),
     ("architectures", {"modules": {"architectures": ["8.9"]}, "gpus": gpus("8.9")}, "ok", "8.9", "", ""),
     ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "torch says compute capability 12.0, the driver 12.1",
-     "export FLASHINFER_CUDA_ARCH_LIST=12.1a", "the driver knows better"),
+     'export FLASHINFER_CUDA_ARCH_LIST="12.1a"', "the driver knows better"),
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "ok", "torch 2", "", "", {"FLASHINFER_CUDA_ARCH_LIST": "12.1a"}),
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "the driver 12.1", '"12.1a"', "", {"FLASHINFER_CUDA_ARCH_LIST": "12.0a 9.0"}),
+    ("torch", {"torch": seen("12.1"), "gpus": gpus("12.0", "12.1")}, "ok", "torch 2", "", ""),
+    ("torch", {"torch": seen("12.1"), "gpus": gpus("12.0")}, "warn", "the driver 12.0", '"12.0a"', "", {"FLASHINFER_CUDA_ARCH_LIST": "much"}),
     ("torch", {"torch": seen("12.1"), "gpus": gpus("12.1", "8.9")}, "ok", "torch 2", "", ""),  # CUDA_VISIBLE_DEVICES
     ("vllm", {"path": {"vllm": "0.33.0+cu130.d20261101"}}, "ok", "0.33.0+cu130", "", ""),
     ("vllm", {"path": {"vllm": "0.33.0rc1+cu130"}}, "warn", "0.33.0rc1", "install vllm==0.33.0", ""),
@@ -108,7 +113,7 @@ def test_facts_get_their_row(given: tuple[Any, ...]) -> None:
     ), row
     assert bool(row.command) == bool(command)
     assert "half" not in row.found or "half" in found
-    assert row.command.startswith("unset FLASHINFER_DISABLE_JIT && ") == bool(environ)
+    assert row.command.startswith("unset FLASHINFER_DISABLE_JIT && ") == ("forbids" in why)
     assert check != "build" or ("need none" in row.why) == (state == "warn")
 
 

@@ -146,7 +146,7 @@ def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -
 
 ODD: list[Any] = [None, "", "x\n\udc80\x1b[ä", -1, 1e308, [], ["x"], {"x": 1}, "12.1", "no answer within 1 s"]
 BUILT = {"workspace": "/cache", "architectures": ["12.1a"], "probed_sum_bits": {"mxf4": 20}, "narrowest_sum": 20}
-MODULES = BUILT | {"module fused_moe_120": {"prebuilt": False, "stale": "x", "passed_over": ""}}
+MODULES = BUILT | {"module fused_moe_120": {"prebuilt": False, "stale": "x", "passed_over": "", "by_default": True}}
 Ended = Callable[..., str]
 
 

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from perfmodel import gb10, moe
 
 import flashinfer_sm12x_doctor as doctor
 from flashinfer.sm12x.models import MOE_LAYERS
+from flashinfer_sm12x_doctor import probing
 from flashinfer_sm12x_doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted
 from flashinfer_sm12x_doctor.probe_checks import KINDS, PROBE_CHECKS
 
@@ -179,8 +184,132 @@ def test_nothing_to_measure_is_one_line(machine: Machine) -> None:
     """The real parts, and a torch that sees no GPU, which they cannot even import."""
     machine.path = [REPO, machine.wheel, machine.root / "site"]
     machine.torch(None, [])
-    result = machine.doctor("--probe", "--report", str(machine.root / "none" / "sent.json"))
-    lines = [line for line in result.stdout.splitlines() if "probe-" in line]
-    assert [line.split()[:2] for line in lines if not line.startswith(" ")] == [["unknown", "probe-device"]]
-    assert "cannot be written: No such file or directory; pass --report FILE" in result.stderr
-    assert DOCTOR.is_dir()
+    sent = machine.root / "sent.json"
+    for text in (None, "a good one\n"):
+        if text is not None:
+            sent.write_text(text)
+        result = machine.doctor("--probe", "--report", str(sent))
+        lines = [line for line in result.stdout.splitlines() if "probe-" in line]
+        assert [line.split()[:2] for line in lines if not line.startswith(" ")] == [["unknown", "probe-device"]]
+        assert f"probe: nothing was measured, so {sent} is not written\n" in result.stderr
+        assert result.returncode == 1
+        assert (sent.read_text() if sent.exists() else None) == text
+    assert [file.name for file in machine.root.glob("*sent*")] == [sent.name]
+
+
+@pytest.mark.parametrize(
+    ("report", "reason"),
+    [("none/sent.json", "No such file or directory"), ("file/sent.json", "Not a directory"), ("", "it is a folder")],
+)
+def test_a_report_that_cannot_be_written_ends_before_anything_is_asked(
+    report: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "ask", lambda *_: pytest.fail("it asks"))
+    (tmp_path / "file").touch()
+    assert doctor.main(["--probe", "--report", str(tmp_path / report)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == f"sm12x-doctor: --report {tmp_path / report}: {reason}; name a file in a folder that you can write to\n"
+    )
+
+
+@pytest.mark.parametrize("part", ["device", "build", "build-layers"])
+def test_a_report_needs_a_part_that_measured(part: str) -> None:
+    """Neither the device nor a build is one."""
+    failed = {f"probe-{each}": {"failed": "it was killed", "wall_seconds": 1.0} for each in PARTS}
+    assert not probing.has_measured(failed)
+    assert not probing.has_measured(failed | {f"probe-{part}": healthy()[part]})
+    for each in set(PARTS) - {"device", "build", "build-layers"}:
+        assert probing.has_measured(failed | {f"probe-{each}": {"failed": "x", "one": 1}}), each
+
+
+@pytest.mark.parametrize("how", ["full disk", "facts that no JSON has"])
+def test_a_report_that_fails_while_it_is_written_leaves_the_old_one(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "sent.json"
+    report.write_text("a good one")
+    facts: dict[str, Any] = {"gpus": {}, "build": {}, "probe-device": {"name": "GB10"}}
+
+    def full(path: Path, *_: Any, **__: Any) -> int:
+        with path.open("w") as file:
+            file.write("{")
+        raise OSError(28, "No space left on device")
+
+    if how == "full disk":
+        monkeypatch.setattr(Path, "write_text", full)
+    else:
+        facts["probe-device"]["name"] = object()
+    with pytest.raises((OSError, TypeError)):
+        probing.write_report(report, facts, [])
+    assert report.read_bytes() == b"a good one"
+    assert list(tmp_path.iterdir()) == [report]
+
+
+def test_a_report_goes_where_a_link_leads_and_into_a_device(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"gpus": {}, "build": {}, "probe-device": {"name": "GB10"}}
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "sent.json"
+    link.symlink_to(tmp_path / "there" / "real.json")
+    probing.write_report(link, facts, [])
+    assert link.is_symlink()
+    assert json.loads(link.read_text())["measured"] == {"device": {"name": "GB10"}}
+    probing.write_report(Path("/dev/null"), facts, [])
+    assert Path("/dev/null").is_char_device()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+HANGS = """
+import os, subprocess, sys, time
+# A compiler in a session of its own, whose parent is gone.
+code = "import os, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)".replace("sys", "__import__('sys')")
+start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {PIDS!r}], start_new_session=True)"
+subprocess.run([sys.executable, "-c", start], start_new_session=True)
+open(PIDS, "a").write(f"{os.getpid()} ")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("probe", [False, True])
+def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
+    machine: Machine, number: signal.Signals, probe: bool
+) -> None:
+    pids = machine.root / "pids"
+    hangs = f"PIDS = {str(pids)!r}\n{HANGS}"
+    if probe:
+        file = machine.root / "fork" / "flashinfer_sm12x_doctor" / "probe" / "parts.py"
+        file.write_text("def run(part, tell):\n" + "".join(f"    {line}\n" for line in hangs.splitlines()))
+    else:
+        write_tree(machine.site, {"torch/__init__.py": hangs})
+    (machine.root / "sent.json").write_text("a good one")
+    command = [str(machine.python), str(DOCTOR), *(["--probe", "--report", "sent.json"] if probe else [])]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **pipes) as asked:
+        until = time.monotonic() + 120
+        while not (pids.exists() and len(pids.read_text().split()) == 2):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        asked.send_signal(number)
+        out, said = asked.communicate(timeout=60)
+    assert (asked.returncode, out) == (128 + number, "")
+    (line,) = [line for line in said.splitlines() if not line.startswith("probe: ")]
+    assert line.startswith(f"sm12x-doctor: interrupted by {number.name}: all that was started is ended")
+    assert "a new run asks everything again" in line
+    assert line.endswith("sent.json is as it was") == probe
+    assert (machine.root / "sent.json").read_text() == "a good one"
+    for pid in map(int, pids.read_text().split()):
+        until = time.monotonic() + 10
+        while _runs(pid) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not _runs(pid), pid
+    assert not [*(machine.root / "cache").rglob("doctor-*")], "what a build that was killed left"
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

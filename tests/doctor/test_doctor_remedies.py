@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 from doctor_machine import healthy
-from layer_toys import UPSTREAM
+from layer_toys import REPO, UPSTREAM, write_tree
 from readers import read_by_its_reader, words_are_read
 from test_doctor_checks import GIVEN, MOE, SPARK, gpus, module, seen
 from test_doctor_probe import PLANTED as PROBED
@@ -134,6 +135,9 @@ VLLM: dict[str, Any] = {
     **dict.fromkeys(questions.VLLM_QUESTIONS, True),
 }
 WITHOUT = VLLM | {"has_flashinfer": False, "has_flashinfer_cutlass_fused_moe": False, "has_flashinfer_cubin": False}
+OWN = {"version": "0.34.0", "kind": "an editable installation", "source": "/home/u/vllm"}
+OWN_TORCH = {"version": "2.15.0.dev20261101", "kind": "a nightly or development build", "source": ""}
+OTHER_VLLM: dict[str, Any] = {"path": {"vllm": "0.34.0"}}
 LOADED: dict[str, Any] = {"vllm": "0.33.0", "plugins": ["flashinfer_sm12x"]}
 ASIDE = "flashinfer-python 0.6.4 in /site is none that flashinfer-sm12x 0.1.0 was tested with"
 
@@ -166,6 +170,7 @@ STATES = [
     # import
     State(patches={"os.getcwd": no_folder}),
     State({"path": {"found": None}}),
+    *(State({"path": {"found": None, "wheel": False}, "installer": found}) for found in ({}, MANAGED)),
     State({"path": {"found": {"file": None, "folders": ["/x/flashinfer"]}}}),
     State({"path": {"found": {"file": "/site/flashinfer/__init__.py"}}}),
     State({"path": FORK | {"aside": "FLASHINFER_SM12X_MOE=0"}}, {"FLASHINFER_SM12X_MOE": "0"}),
@@ -195,21 +200,40 @@ STATES = [
     State(NO_COMPILER | {"installer": {"pip": False, "uv": "/a b/uv"}}),
     State(NO_COMPILER | {"installer": MANAGED}),
     *(
-        State(NO_HOST_COMPILER | {"system": {"sudo": sudo}}, patches={"os.geteuid": lambda: 7})
-        for sudo in (True, False)
+        State(NO_HOST_COMPILER | {"system": {"programs": ["apt-get", *sudo]}}, patches={"os.geteuid": lambda: 7})
+        for sudo in (["sudo"], [])
     ),
     State(NO_HOST_COMPILER, patches={"os.geteuid": lambda: 0}),
+    State(NO_COMPILER | {"path": LOADED}),
     # gpu, driver, kernel-log
     State({"gpus": {"failed": "no answer within 60 s"}}),
     State({"gpus": {"error": "it couldn't communicate with the driver"}}),
     State({"gpus": gpus("9.0")}, {"FLASHINFER_SM12X_MOE": "1"}),
     *(State({"gpus": {"error": "no driver"}, "system": {"guest": guest}}) for guest in remedies.GUESTS),
     State({"torch": seen("12.1")}),
+    State({"gpus": SPARK, "memory": {"available": 0, "total": 1}, "system": {"programs": []}}),
+    State({"folder": {"free_bytes": 1, "folder": "/c"}, "import": {"failed": "no answer within 60 s"}, "path": FORK}),
+    State({"folder": {"failed": "no answer within 60 s"}, "path": {"found": None}}),
     State(OLD),
-    State(OLD | {"system": {"apt": False}}),
+    State(OLD | {"system": {"programs": []}}),
+    *(
+        State({"torch": seen("12.1"), "system": {"programs": [], "guest": guest}})
+        for guest in (None, "WSL2", "container")
+    ),
     State({"gpus": SPARK, "log": {"lines": []}}),
+    State({"gpus": SPARK}, patches={"os.geteuid": lambda: 0}),
+    State({"gpus": SPARK}, patches={"os.geteuid": lambda: 7}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Xid 79"], "count": 1}}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Out of memory [NV_ERR_NO_MEMORY]"], "count": 1}}),
+    # builds of the user's
+    *(
+        State(OTHER_VLLM | {"installer": {"builds": builds}})
+        for builds in ({"vllm": OWN}, {"vllm": OWN, "torch": OWN_TORCH})
+    ),
+    State(NO_CUDA | {"installer": {"builds": {"torch": OWN_TORCH}}}),
+    State(NO_COMPILER | {"installer": {"builds": {"flashinfer-sm12x": OWN}}}),
+    State(NO_COMPILER | {"installer": {"builds": {"flashinfer-sm12x": OWN | {"source": str(REPO)}}}}),
+    State({"torch": seen("9.0"), "gpus": gpus("8.9")}),
     # torch
     *(State(NO_CUDA | {"installer": found}) for found in ({}, MANAGED, {"pip": False, "uv": "/u/uv"})),
     State({"torch": {"torch": "2", "cuda": None}}),
@@ -292,6 +316,102 @@ def test_every_remedy_is_given_by_a_state_and_read_by_its_reader(monkeypatch: py
             raise AssertionError(f"{state}: {error}") from error
     unsaid = telling.unsaid()
     assert not unsaid, "no state has the doctor say these:\n" + "\n".join(unsaid)
+
+
+def remedies_of(state: State, **facts: Mapping[str, Any]) -> list[doctor.Finding]:
+    """The findings of one state, with other facts of some questions."""
+    told: dict[str, Any] = {question: {} for question in questions.QUESTIONS} | dict(state.facts)
+    told |= {question: told[question] | found for question, found in facts.items()}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in state.patches.items():
+            owner, _, attribute = name.partition(".")
+            patched.setattr({"checks": checks, "remedies": remedies}.get(owner, os), attribute, value)
+        return doctor.diagnose(Answers(told, state.environ))
+
+
+def test_no_command_runs_a_program_that_is_not_there() -> None:
+    """All that commands run is looked for, and without one of them its commands are words."""
+    run: set[str] = set()
+    for state in STATES:
+        for finding in remedies_of(state, system={"programs": list(questions.PROGRAMS)}):
+            programs = {name for name in remedies.programs_of(finding.command) if "/" not in name}
+            assert programs <= {*remedies.SHELL, *questions.PROGRAMS}, finding
+            run |= programs
+        for lacking in questions.PROGRAMS:
+            for finding in remedies_of(state, system={"programs": sorted({*questions.PROGRAMS} - {lacking})}):
+                assert lacking not in remedies.programs_of(finding.command), finding
+                assert finding.state == "ok" or finding.command or finding.why, finding
+    assert run >= {*questions.PROGRAMS} - {"sudo", "dmesg", "mkdir"} | {*remedies.SHELL}
+
+
+def test_no_command_replaces_a_build_of_the_users() -> None:
+    """It is named in words, with the command that would."""
+    named, packages = 0, "|".join(questions.REPLACED)
+    for state in STATES:
+        with_command = {finding.check: finding for finding in remedies_of(state)}
+        found = state.facts.get("installer", {}) | {"builds": dict.fromkeys(questions.REPLACED, OWN)}
+        for finding in remedies_of(state, installer=found):
+            installs = re.findall(r"pip (?:un)?install ([^&]*)", finding.command)
+            assert not re.search(rf"(?<![\w-])({packages})(?![\w-])|\[cuda\]", " ".join(installs)), finding
+            before = with_command[finding.check]
+            if before.command and not finding.command:
+                named += 1
+                assert " 0.34.0 is a build of your own (an editable installation, /home/u/vllm)" in finding.why, finding
+    assert named >= 10
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "kind"),
+    [
+        ("0.33.0", {}, None),
+        ("0.33.0", {"RECORD": "", "INSTALLER": "pip", "direct_url.json": "{"}, None),
+        ("0.33.0rc1", {"RECORD": ""}, None),
+        *((f"2.14.0+{label}", {}, None) for label in ("cpu", "cu130", "xpu", "rocm6.4")),
+        ("2.15.0.dev20261101+cu130", {}, "a nightly or development build"),
+        ("0.33.1rc1.dev7", {}, "a nightly or development build"),
+        ("0.9.0a0+50eac811a6.nv26.10", {}, "a build with a local version"),
+        ("2.14.0+cu130.mine", {}, "a build with a local version"),
+        ("2.14.0", {"SOURCES.txt": ""}, "a source tree"),
+        ("2.14.0", {"SOURCES.txt": "", "RECORD": ""}, None),
+        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "dir_info": {}}'}, "built from source"),
+        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "dir_info": {"editable": true}}'}, "an editable installation"),
+        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "archive_info": {}}'}, "a wheel that no index gave"),
+        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "vcs_info": {}}'}, "built from source"),
+        ("2.14.0", {"direct_url.json": "[]"}, None),
+    ],
+)  # fmt: skip
+def test_a_build_of_the_users_is_told_from_what_an_index_gave(
+    version: str, files: Mapping[str, str], kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = f"sm12x_toy-{version}.{'egg-info' if 'SOURCES.txt' in files else 'dist-info'}"
+    name = "PKG-INFO" if "SOURCES.txt" in files else "METADATA"
+    metadata = {name: f"Metadata-Version: 2.1\nName: sm12x-toy\nVersion: {version}\n", **files}
+    write_tree(tmp_path, {f"{info}/{file}": text for file, text in metadata.items()})
+    monkeypatch.syspath_prepend(tmp_path)
+    found = questions.own_build("sm12x-toy")
+    assert (found or {}).get("kind") == kind
+    assert found is None or (found["version"] == version and found["source"] in ("", "/a b", str(tmp_path)))
+    assert questions.own_build("sm12x-no-such-package") is None
+
+
+def test_a_package_on_the_path_without_metadata_is_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tree(tmp_path, {"sm12x_toy/__init__.py": ""})
+    monkeypatch.syspath_prepend(tmp_path)
+    found = questions.own_build("sm12x-toy")
+    assert found == {"version": "without a version", "kind": "a source tree", "source": str(tmp_path / "sm12x_toy")}
+
+
+def test_the_toolkits_remedy_is_readmes() -> None:
+    """The same two lines, and one list of packages."""
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    assert re.search(r'^pip install "\$HOME/flashinfer-sm12x\[cuda\]"$', readme, re.MULTILINE)
+    assert f"""export CUDA_HOME="$(python -c '{remedies.FIND_TOOLKIT}')"\n""" in readme
+    folder = shlex.quote(f"{REPO}[cuda]")
+    assert toolchain.PIP_COMMAND in (f"pip install {folder}", f"pip install -e {folder}")
+    pinned = (REPO / "requirements-cuda.txt").read_text(encoding="utf-8")
+    assert all(f"\n{name}=={toolchain.OWN_RELEASE}." in pinned for name in toolchain.COMPILER_WHEELS)
 
 
 def texts_that_install(module: types.ModuleType) -> Iterator[str]:

@@ -107,7 +107,7 @@ def test_what_vllm_starts_with_is_built_by_upstreams_builder(monkeypatch: pytest
     shown = _invoke("sm12x-build", "--vllm", "fp8", "--verbose")
     assert built == [torch.float8_e4m3fn, True]
     assert shown.output.splitlines()[0] == f"attention: is built: {tmp_path / 'attention.so'}"
-    assert shown.output.splitlines()[1].startswith("upstream's 1 modules: ")
+    assert shown.output.splitlines()[1].startswith("upstream's 1 module: ")
     assert _invoke("sm12x-build", "--vllm", "int8").exit_code == 2
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from layer_toys import write_tree
 
 from flashinfer.jit.sm12x import toolchain
 from flashinfer.jit.sm12x.toolchain import ToolchainError, discover, link_shim, require_architectures
@@ -122,7 +123,8 @@ def test_pips_pieces_of_different_releases(
         f"no CUDA compiler can be used: {disagree.format(root=root)}. Install one that can: "
         f"{toolchain.pip_command(release)}"
     )
-    assert f'"nvidia-nvvm=={release}.*"' in str(caught.value)
+    pieces = f'"nvidia-nvvm=={release}.*"'
+    assert ("[cuda]" if release == toolchain.OWN_RELEASE else pieces) in str(caught.value)
 
 
 def test_pips_pieces_of_one_release(tmp_path: Path) -> None:
@@ -221,7 +223,45 @@ def test_none_found_names_the_pip_command(tmp_path: Path) -> None:
     (tmp_path / "cu13" / "include").mkdir(parents=True)  # of a wheel without the compiler
     with pytest.raises(ToolchainError, match="no CUDA compiler found") as caught:
         discover({"PATH": str(tmp_path)}, [tmp_path], tmp_path / "none")
-    assert 'pip install "nvidia-cuda-nvcc==13.0.*"' in str(caught.value)
+    assert str(caught.value).endswith(f" Install one with: {toolchain.PIP_COMMAND}")
+
+
+CHECKOUT = {"pyproject.toml": "", "requirements-cuda.txt": ""}
+
+
+@pytest.mark.parametrize(
+    ("tree", "url", "command"),
+    [
+        ("a checkout", None, "pip install '{root}/a checkout[cuda]'"),
+        ("a checkout", '{{"url": "file://{root}/a%20checkout", "dir_info": {{}}}}', "pip install '{root}/a checkout[cuda]'"),
+        (
+            "a checkout",
+            '{{"url": "file://{root}/a%20checkout", "dir_info": {{"editable": true}}}}',
+            "pip install -e '{root}/a checkout[cuda]'",
+        ),
+        ("a checkout", '{{"url": "file:///other", "dir_info": {{"editable": true}}}}', "pip install '{root}/a checkout[cuda]'"),
+        ("site", '{{"url": "file://{root}/a%20checkout", "dir_info": {{}}}}', "pip install '{root}/a checkout[cuda]'"),
+        ("site", '{{"url": "file://{root}/moved", "dir_info": {{}}}}', None),
+        ("site", '{{"url": "https://a.b/c.whl", "archive_info": {{}}}}', None),
+        ("site", "{{", None),
+        ("site", "[]", None),
+        ("site", None, None),
+    ],
+)  # fmt: skip
+def test_the_command_installs_from_the_checkout_where_there_is_one(
+    tree: str, url: str | None, command: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that runs, or the one that it was installed from; else the pieces by name."""
+    write_tree(tmp_path / "a checkout", CHECKOUT)
+    info = {"METADATA": "Metadata-Version: 2.1\nName: flashinfer-sm12x\nVersion: 0.1.0\n"}
+    if url is not None:
+        info["direct_url.json"] = url.format(root=tmp_path)
+    write_tree(tmp_path / "site" / "flashinfer_sm12x-0.1.0.dist-info", info)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(toolchain, "__file__", str(tmp_path / tree / "flashinfer" / "jit" / "sm12x" / "toolchain.py"))
+    pieces = 'pip install "nvidia-cuda-nvcc==13.0.*" '
+    assert toolchain.pip_command().startswith(pieces if command is None else command.format(root=tmp_path))
+    assert toolchain.pip_command("12.9").startswith('pip install "nvidia-cuda-nvcc==12.9.*" ')
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -91,10 +92,11 @@ def test_rows_per_expert() -> None:
     [
         (["--tokens", "many"], "'many' is no list of numbers such as 1,4,64"),
         (["--tokens", "1,,2"], "'1,,2' is no list of numbers"),
-        (["--tokens", "0"], "tokens is 0; it must be at least 1"),
-        (["--model", "llama"], "--model is 'llama'; it may be gpt-oss-120b, gpt-oss-20b"),
-        (["--mode", "w8a8"], "--mode is 'w8a8'; it may be auto, w4a8, w4a8-bf16, w4a16"),
-        (["--device", "b200"], "--device is 'b200'; it may be gb10, rtx5090, h200"),
+        (["--tokens", "0"], "0 tokens; it must be in [1, 2147483647]"),
+        (["--tokens", "9" * 400], "99999 tokens; it must be in [1, 2147483647]"),
+        (["--model", "llama"], "'llama' is not one of 'gpt-oss-120b', 'gpt-oss-20b'"),
+        (["--mode", "w8a8"], "'w8a8' is not one of 'auto', 'w4a8', 'w4a8-bf16', 'w4a16'"),
+        (["--device", "b200"], "'b200' is not one of 'gb10', 'rtx5090', 'h200'"),
         (["--sm-count", "0"], "sm_count is 0; it must be at least 1"),
         (
             ["--hidden", "2890"],
@@ -112,3 +114,22 @@ def test_bad_options(options: list[str], text: str) -> None:
     result = plan(*options)
     assert result.exit_code != 0
     assert text in " ".join(result.output.split())
+
+
+def test_help_and_errors_name_the_same_choices() -> None:
+    """Those of the planner's tables."""
+    shown = "".join(plan("--help").output.split())
+    for option, table in (
+        ("--model", sm12x_planner.MODELS),
+        ("--mode", sm12x_planner.MODES),
+        ("--device", sm12x_planner.DEVICES),
+    ):
+        assert f"{option}[{'|'.join(table)}]" in shown
+        error = plan(option, "none").output
+        assert re.findall(r"'([^']+)'", error.rpartition("is not one of")[2]) == list(table)
+
+
+@pytest.mark.parametrize(("experts", "text"), [(1, "1 expert, top-1, auto; GB10"), (2, "2 experts, top-1")])
+def test_one_expert_is_one(experts: int, text: str) -> None:
+    assert text in plan("--experts", str(experts), "--top-k", "1", "--tokens", "1").output
+    assert ", 1 SM, MMA" in plan("--sm-count", "1", "--tokens", "1").output

@@ -21,16 +21,21 @@ import errno
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.version import Version
 
@@ -39,8 +44,37 @@ COMPILER_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia
 No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not tie them to each other."""
 
 
-def pip_command(release: str = "13.0") -> str:
-    """The command that installs a toolkit that this package can use, all of one release, without root."""
+OWN_RELEASE = "13.0"
+"""The release of the toolkit in ``requirements-cuda.txt``, this project's extra ``cuda``."""
+
+
+def checkout() -> tuple[Path, bool] | None:
+    """The folder that pip can install this fork from, and whether it is installed editable; None if it is gone."""
+    tree, editable = Path(__file__).resolve().parents[3], False
+    for found in importlib.metadata.distributions(name="flashinfer-sm12x"):
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # not installed from a folder
+            about = json.loads(found.read_text("direct_url.json") or "")
+            source = Path(url2pathname(urlsplit(about["url"]).path)).resolve()
+            if not _is_checkout(tree):
+                tree = source
+            editable = bool(about["dir_info"].get("editable")) and source == tree
+        break
+    return (tree, editable) if _is_checkout(tree) else None
+
+
+def _is_checkout(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("pyproject.toml", "requirements-cuda.txt"))
+
+
+def pip_command(release: str = OWN_RELEASE) -> str:
+    """The command that installs a toolkit that this package can use, all of one release, without root.
+
+    For :data:`OWN_RELEASE` it is README's, the extra ``cuda`` of the checkout. Other releases, and a fork whose checkout
+    is gone, need the pieces by their names.
+    """
+    if release == OWN_RELEASE and (found := checkout()) is not None:
+        folder, editable = found
+        return f"pip install {'-e ' * editable}{shlex.quote(f'{folder}[cuda]')}"
     return " ".join(["pip install", *(f'"{name}=={release}.*"' for name in COMPILER_WHEELS), "nvidia-curand"])
 
 
