@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 import torch
 
@@ -40,14 +39,12 @@ def main() -> int:
 
 def write(given: argparse.Namespace) -> int:
     models.need("transformers", "safetensors")
-    from transformers import AutoTokenizer
-
     from flashinfer_sm12x_quantize.gpt_oss import load
 
     folder = models.fetched(given.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = models.tokenizer(folder)
     with running(str(folder), "opened"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model = load(folder, given.activations, device)
     with running(str(folder), "run"):
         tokens = tokenizer(given.prompt, return_tensors="pt").to(device)

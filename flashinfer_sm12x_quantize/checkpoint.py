@@ -27,6 +27,7 @@ CONSOLIDATED = "consolidated"
 DESCRIPTIONS = ("*.json", "*.jinja", "*.model")
 """All files of a repository but its weights, for the config and the tokenizer."""
 READ_BY_TRANSFORMERS = (
+    CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -57,7 +57,8 @@ def running(name: str, verb: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if told(error) is not None:
+        theirs = isinstance(error, OSError) and error.errno is None  # transformers' and the hub's, not the system's
+        if told(error) is not None and not theirs:
             raise
         raise ModelError(f"{name} cannot be {verb}: {type(error).__name__}: {first_line(error)}") from error
 

@@ -125,9 +125,12 @@ def _config(folder: Path) -> GptOssConfig:
     for key in ("rope_scaling", "rope_parameters"):
         if key in about:
             rope = about.object(key)
+            rope.text("rope_type" if "rope_type" in rope else "type")
             for part in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "rope_theta"):
                 if part in rope:
                     rope.number(part, 1e-6, 1e12)
+            if "truncate" in rope:
+                rope.flag("truncate")
     return GptOssConfig.from_pretrained(folder)
 
 

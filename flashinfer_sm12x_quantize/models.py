@@ -237,7 +237,7 @@ def fetched(name: str) -> Path:
     path = from_hub(name, checkpoint.DESCRIPTIONS, what)
     source = _source(path)
     _need_for(source)
-    _tokenizer(source)
+    tokenizer(path)
     index = path / checkpoint.INDEX
     wanted = checkpoint.indexed(index) if index.is_file() else {f"*{checkpoint.SUFFIX}"}
     return from_hub(name, [*checkpoint.DESCRIPTIONS, *sorted(wanted)], what)
@@ -266,29 +266,28 @@ def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
         return _opened(Source(file, DEFAULT, DEFAULT_NOTE), dtype, device)
 
 
-def _tokenizer(source: Source) -> Any:
+def tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint's folder or a GGUF file. Raises :class:`UserError`."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    folder, more = _arguments(source)
+    folder, more = _arguments(path)
     if not more:
         checkpoint.check_descriptions(folder)
-    with running(f"{source.path}: its tokenizer", "opened"):
+    with running(f"{path}: its tokenizer", "opened"):
         return transformers.AutoTokenizer.from_pretrained(folder, **more)
 
 
-def _arguments(source: Source) -> tuple[Path, dict[str, str]]:
-    """What transformers is told of a source."""
-    if source.path.suffix == ".gguf":
-        return source.path.parent, {"gguf_file": source.path.name}
-    return source.path, {}
+def _arguments(path: Path) -> tuple[Path, dict[str, str]]:
+    """What transformers is told of a checkpoint."""
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
 
 
 def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
     import transformers
 
-    folder, more = _arguments(source)
+    folder, more = _arguments(source.path)
     if source.packed:
         return _gpt_oss(folder, dtype, device)
     with contextlib.nullcontext(folder) if more else _as_vllm_reads(folder) as folder:
@@ -332,14 +331,14 @@ def _as_vllm_reads(folder: Path) -> Iterator[Path]:
 def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
     in_gguf = source.path.suffix == ".gguf"
     with _read_once() if in_gguf else contextlib.nullcontext():
-        tokenizer = _tokenizer(source)  # at once, where a model takes minutes
+        tokenize = tokenizer(source.path)  # at once, where a model takes minutes
         with running(str(source.path), "opened"):
             model = _model(source, dtype, device)
     entries = model.get_input_embeddings().weight.shape[0]
 
     def encode(text: str) -> list[int]:
         with running(f"{source.path}: its tokenizer", "run"):
-            ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+            ids: list[int] = tokenize(text, add_special_tokens=False).input_ids
         if ids and not 0 <= min(ids) <= max(ids) < entries:
             raise ModelError(
                 f"{source.path}: its tokenizer gives token {max(ids)}, and the model has {entries} of them: they do not belong "
