@@ -21,13 +21,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from accuracy_bench import choices, experts, results
 
 from flashinfer_sm12x_quantize import choice, formats, measure, models, texts
+from flashinfer_sm12x_quantize.endings import in_a_line, running
+from flashinfer_sm12x_quantize.files import read_text, replace_bytes, require_writable
 
 EXPERTS = (
     'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '
@@ -74,8 +78,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="accuracy", help="of the files")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device: torch finds no GPU for {arguments.device}; --device cpu")
+    if not re.fullmatch(r"\w[\w.-]*", arguments.name):
+        parser.error(f"--name is {arguments.name!r}; it must be a file's name without a path: --out is its folder")
     if arguments.window < 2:
         parser.error("--window: of one token none is predicted")
     return arguments
@@ -100,13 +104,15 @@ def report(subject: models.Subject, windows: list[list[int]], text: str, found: 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    return in_a_line("bench", lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
-    try:
-        read = texts.texts("evaluation") if arguments.text is None else [arguments.text.read_text(encoding="utf-8")]
-        subject = models.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
-    except (models.ModelError, OSError, UnicodeDecodeError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    models.require_device(arguments.device)
+    read = texts.texts("evaluation") if arguments.text is None else [read_text(arguments.text)]
+    require_writable(arguments.out, "--out")  # before the model is downloaded
+    subject = models.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
     windows = texts.windows(read, subject.encode, arguments.window, arguments.tokens)
     if not windows:
         print("bench: --text: there are fewer than 16 tokens in it", file=sys.stderr)
@@ -117,19 +123,22 @@ def main(argv: list[str] | None = None) -> int:
     if subject.packed_experts:  # whose operator takes no tokens of llama.cpp's
         wanted = [dataclasses.replace(each, experts="bf16") if each.is_llama_cpp else each for each in wanted]
     bootstrap = measure.Bootstrap(windows)
-    scores = measure.scores(subject, windows, wanted)
+    with running(subject.name, "run"):
+        scores = measure.scores(subject, windows, wanted)
     found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
     modes = "" if arguments.choices else f"\n\n{EXPERTS}\n\n{experts.table()}"
     told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}.md"
-    path.write_text(told + "\n", encoding="utf-8")
+    replace_bytes(path, (told + "\n").encode())
     print(f"\n{told}\n\nwrote {path}")
+    picture = path.with_suffix(".svg")
+    weights = [each for each in found if not each.choice.modes or each.published]
     try:
-        results.draw(
-            [each for each in found if not each.choice.modes or each.published], subject.name, path.with_suffix(".svg")
-        )
-        print(f"wrote {path.with_suffix('.svg')}")
+        with tempfile.TemporaryDirectory() as scratch:
+            results.draw(weights, subject.name, Path(scratch, picture.name))
+            replace_bytes(picture, Path(scratch, picture.name).read_bytes())
+        print(f"wrote {picture}")
     except ImportError as error:
         print(f"no picture: {error}")
     return 0

@@ -13,39 +13,50 @@ FLASHINFER_SM12X_MOE=1.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+import sys
 
 import torch
-from transformers import AutoTokenizer
 
-from flashinfer_sm12x_quantize.gpt_oss import load
+from flashinfer_sm12x_quantize import models
+from flashinfer_sm12x_quantize.endings import in_a_line, running
 
 
-def main() -> None:
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, or a name on the Hugging Face hub")
     parser.add_argument("prompt")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8")
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=positive, default=32)
     given = parser.parse_args()
-    folder = Path(given.model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    return in_a_line("transformers_gpt_oss", lambda: write(given))
 
-        folder = Path(snapshot_download(given.model, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
+
+def write(given: argparse.Namespace) -> int:
+    models.need("transformers", "safetensors")
+    from flashinfer_sm12x_quantize.gpt_oss import load
+
+    folder = models.fetched(given.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load(folder, given.activations, device)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(given.prompt, return_tensors="pt").to(device)
-    answer = model.generate(
-        input_ids=tokens["input_ids"],
-        attention_mask=tokens["attention_mask"],
-        max_new_tokens=given.tokens,
-        do_sample=False,
-    )
+    tokenizer = models.tokenizer(folder)
+    with running(str(folder), "opened"):
+        model = load(folder, given.activations, device)
+    with running(str(folder), "run"):
+        tokens = tokenizer(given.prompt, return_tensors="pt").to(device)
+        answer = model.generate(
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            max_new_tokens=given.tokens,
+            do_sample=False,
+        )
     print(tokenizer.decode(answer[0]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -249,19 +249,14 @@ def sm12x_quantize_cmd(
     import torch
 
     from flashinfer_sm12x_quantize import command
-    from flashinfer_sm12x_quantize.manifest import FolderError
-    from flashinfer_sm12x_quantize.models import ModelError
-    from flashinfer_sm12x_quantize.run import QuantizeError
+    from flashinfer_sm12x_quantize.files import UserError
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise click.BadParameter(f"--device: torch finds no GPU for {device}; --device cpu")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     request = command.Request(checkpoint, out, {"qkv": qkv, "o": o, "lm_head": lm_head}, text, tokens, device)
     with _in_one_line():
         try:
             command.quantize(request, click.echo)
-        except (FolderError, ModelError, QuantizeError, OSError, UnicodeDecodeError) as error:
+        except UserError as error:
             raise click.ClickException(str(error)) from error
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import resource
 import time
@@ -15,8 +16,10 @@ import torch
 from flashinfer.sm12x.host_memory import SHARE
 
 from . import measure, models, texts
+from .endings import is_out_of_memory, running, told
+from .files import FolderError, read_text, require_writable
 from .formats import BF16
-from .manifest import from_hub
+from .manifest import MANIFEST, UNFINISHED
 from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun, with_losses
 
 WINDOW = 256
@@ -46,12 +49,10 @@ def opened(request: Request) -> models.Subject:
         return models.load(None, torch.float32, device)
     # On a CPU float32 is as good as bf16. On a GPU the model keeps bf16, so that a Spark's memory holds gpt-oss-120b.
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    path = Path(request.checkpoint).expanduser()
-    if path.exists():
-        return models.load(path, dtype, device)
-    path = from_hub(request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "checkpoint's folder")
+    path = models.fetched(request.checkpoint)
     subject = models.load(path, dtype, device)
-    subject.name = request.checkpoint  # the folder's is a commit's
+    if not Path(request.checkpoint).expanduser().exists():
+        subject.name = request.checkpoint  # the folder's is a commit's
     return subject
 
 
@@ -76,15 +77,41 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
 
     Raises
     ------
-    FolderError, QuantizeError, models.ModelError, OSError
-        One line of text; raised before anything is written if the cause can be known then.
+    UserError
+        Why the folder cannot be filled; raised before anything is downloaded or written if the cause can be known then.
+    KeyboardInterrupt
+        Ctrl-C, with how to go on.
     """
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")  # gpt-oss's experts run on this fork's operator, on Hopper too
+    try:
+        _quantize(request, say)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {_what_is_there(request.out)}") from None
+    except Exception as error:
+        if (line := told(error)) is None:
+            raise
+        if isinstance(error, OSError) or is_out_of_memory(error):  # from without: nothing is wrong with what was made
+            line = f"{line}; {_what_is_there(request.out)}"
+        raise FolderError(line) from error
+
+
+def _what_is_there(out: Path) -> str:
+    """What a run that ended early has left, and how to go on."""
+    if (out / MANIFEST).exists():
+        return f"{out} is finished"
+    if not (out / UNFINISHED).exists():
+        return "nothing was written"
+    return f"files in {out} so far: {len(list(out.glob('*.safetensors')))}; the same command, run again, goes on from there"
+
+
+def _quantize(request: Request, say: Callable[[str], None]) -> None:
     began = time.monotonic()
-    read = texts.calibration() if request.text is None else [request.text.read_text(encoding="utf-8")]
+    models.require_device(request.device)
+    read = texts.calibration() if request.text is None else [read_text(request.text)]
     if set(request.formats.values()) == {BF16}:
         raise QuantizeError("--qkv, --o and --lm-head are all bf16: nothing is to be quantized")
     begun(request.out)  # before a model is loaded, which takes minutes
+    require_writable(request.out, "--out")
     subject = opened(request)
     both = attention_layers(subject).values()
     widest = max(layer.in_features for pair in both for layers in pair for layer in layers.parts.values())
@@ -103,9 +130,12 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     if run.done:
         say(f"{request.out}: {run.done} of its files are there already")
     held_out = texts.windows(texts.texts("evaluation"), subject.encode, WINDOW, HELD_OUT)
-    losses = with_losses(run, held_out)
+    with running(subject.name, "run"):
+        losses = with_losses(run, held_out)
     bootstrap = measure.Bootstrap(held_out)
     kl = {name: bootstrap.mean(scores.kl) for name, scores in losses.items()}
+    if not all(math.isfinite(each.value) for each in kl.values()):
+        raise QuantizeError(f"{subject.name}: its losses are no numbers: the model gives infinities or NaN of the text")
     minutes, memory = (time.monotonic() - began) / 60, peak_memory(request.device)
     run.finish(
         {

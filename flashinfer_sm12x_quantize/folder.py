@@ -20,6 +20,7 @@ that the checkpoint is the one that was quantized.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,13 @@ import torch
 
 from flashinfer.quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
 
-from .manifest import FolderError, Manifest, finished
+from .files import FolderError
+from .manifest import Manifest, finished
 
 PACKED = ("mxfp4", "nvfp4", "mxfp6")
+LARGEST = {"mxfp4": 6.0, "nvfp4": 6.0 * 448.0, "mxfp6": 7.5, "mxint8": 2.0, "mxfp8": 448.0}
+"""Each format's largest element; NVFP4's with its largest scale."""
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def weight_hash(weight: torch.Tensor) -> str:
@@ -49,11 +54,53 @@ def to_tensors(name: str, weight_format: str, weight: BlockScaledWeight) -> dict
     return {key: tensor.contiguous() for key, tensor in found.items()}
 
 
-def from_tensors(name: str, weight_format: str, tensors: Mapping[str, torch.Tensor]) -> BlockScaledWeight:
-    """:func:`to_tensors`' weight. Raises ``KeyError`` for a tensor that is not there."""
-    values = tensors[f"{name}.weight{'_packed' if weight_format in PACKED else ''}"]
-    scales = tensors[f"{name}.weight_scale"].view(torch.uint8)
-    global_scale = 1.0 / tensors[f"{name}.weight_global_scale"] if weight_format == "nvfp4" else None
+def tensor_names(name: str, weight_format: str) -> list[str]:
+    """The names of a module's tensors: its values, its scales and, of NVFP4, its global scale."""
+    found = [f"{name}.weight{'_packed' if weight_format in PACKED else ''}", f"{name}.weight_scale"]
+    return [*found, f"{name}.weight_global_scale"] if weight_format == "nvfp4" else found
+
+
+def from_tensors(
+    name: str, weight_format: str, tensors: Mapping[str, torch.Tensor], size: tuple[int, int]
+) -> BlockScaledWeight:
+    """:func:`to_tensors`' weight of ``[n, k]``.
+
+    Raises
+    ------
+    ValueError
+        Tensors of another dtype or shape, or with scales that no quantizer gives; names the tensor.
+    """
+    layout = LAYOUTS[weight_format]
+    n, k = size
+    nvfp4 = weight_format == "nvfp4"
+    expected = [
+        (layout.dtype, (n, layout.columns(k))),
+        (torch.float8_e4m3fn if nvfp4 else torch.uint8, (n, k // layout.scales.block)),
+        (torch.float32, (1,)),
+    ]
+    found = []
+    for tensor_name, (dtype, shape) in zip(tensor_names(name, weight_format), expected, strict=False):
+        tensor = tensors[tensor_name]
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be {dtype} "
+                f"{list(shape)}"
+            )
+        found.append(tensor)
+    values, scales = found[0], found[1].view(torch.uint8)
+    global_scale = 1.0 / found[2] if nvfp4 else None
+    factor = float(found[2]) if global_scale is not None else 1.0
+    # Also the product of the largest element must be finite, which bounds the scales on both sides.
+    if not (0 < factor < math.inf and LARGEST["nvfp4"] / factor < FLOAT32_MAX):
+        raise ValueError(
+            f"{name}.weight_global_scale is {factor:g}; it must be positive and finite, as must its reciprocal"
+        )
+    # E4M3's NaN and signs, which no quantizer gives; UE8M0's NaN and scales that make infinity of the largest element.
+    most = 0x7E if nvfp4 else 127 + math.floor(math.log2(FLOAT32_MAX / LARGEST[weight_format]))
+    if scales.numel() and (largest := int(scales.max())) > most:
+        raise ValueError(f"{name}.weight_scale has the byte {largest:#04x}; a scale is at most {most:#04x}")
+    if weight_format == "mxfp8" and bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError(f"{name}.weight holds NaN")
     return BlockScaledWeight(values, scales, global_scale)
 
 
@@ -89,8 +136,9 @@ class Folder:
         Raises
         ------
         FolderError
-            The file is missing, or its bytes are not those that were written.
+            The file is missing, its bytes are not those that were written, or they are not its modules' tensors.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         path = self.path / file
@@ -100,7 +148,27 @@ class Folder:
             raise FolderError(f"{path} cannot be read: {error.strerror}; the manifest names it") from error
         if hashlib.sha256(data).hexdigest() != self.manifest.files[file]:
             raise FolderError(f"{path} is damaged: its SHA-256 is not the manifest's; copy or quantize it again")
-        return load(data)
+        try:
+            found = load(data)
+        except (SafetensorError, KeyError, ValueError) as error:  # the others of dtypes that torch has not
+            raise FolderError(f"{path} is no file of tensors ({error}); copy or quantize it again") from error
+        modules = {name: each for name, each in self.manifest.modules.items() if each.file == file}
+        expected = {each for name, m in modules.items() for each in tensor_names(name, self.formats[m.kind])}
+        for name in sorted(expected ^ found.keys()):
+            told = "has no tensor" if name in expected else "has a tensor that its manifest does not know of:"
+            raise FolderError(f"{path} {told} {name!r:.120}; copy or quantize it again")
+        return found
+
+    def require_source(self, name: str, weight: torch.Tensor) -> None:
+        """Raise :class:`FolderError` unless ``weight`` is what a module's weight was before it was quantized."""
+        module = self.manifest.modules.get(name)
+        if module is None:
+            raise FolderError(f"{self.path} has no {name}: it was made of another model")
+        if tuple(weight.shape) != (module.n, module.k) or weight_hash(weight) != module.source:
+            raise FolderError(
+                f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), or "
+                "take the one it was made of"
+            )
 
     def dequantized(self, names: list[str]) -> torch.Tensor:
         """The weights of several modules, concatenated by rows, in float32. Raises the errors of :meth:`weights`."""
@@ -110,12 +178,13 @@ class Folder:
         return torch.cat(list(rows))
 
     def weights(self, names: list[str]) -> list[BlockScaledWeight]:
-        """Modules' weights with linear scales, on the CPU; modules of one file.
+        """Modules' weights with linear scales, on the CPU: modules that are rows of one matrix.
 
         Raises
         ------
         FolderError
-            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight.
+            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight; NVFP4
+            weights with several global scales.
         """
         found = []
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -125,14 +194,15 @@ class Folder:
                 raise FolderError(f"{self.path} has no {name}: it was made of another model")
             if module.file not in tensors:
                 tensors[module.file] = self.tensors(module.file)
-            form = self.formats[module.kind]
+            size = module.n, module.k
             try:
-                weight = from_tensors(name, form, tensors[module.file])
-            except KeyError as error:
-                raise FolderError(f"{self.path / module.file} has no tensor {error}") from error
-            layout = LAYOUTS[form]
-            expected = (module.n, layout.columns(module.k)), (module.n, module.k // layout.scales.block)
-            if (weight.values.shape, weight.scales.shape) != expected or weight.values.dtype != layout.dtype:
-                raise FolderError(f"{self.path / module.file}: {name} is not [{module.n}, {module.k}] of {form}")
-            found.append(weight)
+                found.append(from_tensors(name, self.formats[module.kind], tensors[module.file], size))
+            except ValueError as error:
+                raise FolderError(f"{self.path / module.file}: {error}; copy or quantize it again") from error
+        scales = [None if weight.global_scale is None else float(weight.global_scale) for weight in found]
+        if len(set(scales)) > 1:
+            told = ", ".join(f"{name} {scale}" for name, scale in zip(names, scales, strict=True))
+            raise FolderError(
+                f"{self.path}: the parts of one matrix have several global scales ({told}); copy or quantize it again"
+            )
         return found

@@ -6,16 +6,21 @@ Only the experts differ from transformers' own code. On the CPU the operator com
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from flashinfer.fp4_quantization import block_scale_interleave
-from safetensors import safe_open
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from flashinfer.fused_moe import SM12xMoELayer
+from flashinfer.sm12x.checks import BLOCK_SIZE
+
+from . import checkpoint
+from .files import FolderError
 
 # The checkpoint's tensors of a layer's experts, after "model.layers.N.mlp.experts.".
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
@@ -93,28 +98,94 @@ class FlashInferExperts(torch.nn.Module):
         return super()._apply(*arguments, **named)
 
 
+def _config(folder: Path) -> GptOssConfig:
+    """A gpt-oss's config, whose fields have a value with which a model can be built and run."""
+    about = checkpoint.config(folder)
+    if about.values.get("model_type") != "gpt_oss" or checkpoint.quantization(about) != "mxfp4":
+        raise FolderError(f"{folder} is no gpt-oss with experts in MXFP4: its {checkpoint.CONFIG} says otherwise")
+    for key in checkpoint.SIZES:
+        about.whole(key)
+    experts = about.whole("num_local_experts")
+    about.whole("num_experts_per_tok", high=experts)
+    for key in ("hidden_size", "intermediate_size"):
+        if about.values[key] % BLOCK_SIZE:
+            about.refuse(f"{key} is {about.values[key]}; it must be a multiple of {BLOCK_SIZE}")
+    if about.values["num_attention_heads"] % about.values["num_key_value_heads"]:
+        about.refuse("num_attention_heads is no multiple of num_key_value_heads")
+    if "sliding_window" in about:
+        about.whole("sliding_window")
+    for key, low, high in (("rms_norm_eps", 1e-12, 1.0), ("rope_theta", 1.0, 1e12), ("swiglu_limit", 1e-6, 1e6)):
+        if key in about:
+            about.number(key, low, high)
+    for key in ("tie_word_embeddings", "attention_bias"):
+        if key in about:
+            about.flag(key)
+    if "layer_types" in about:
+        about.list_of("layer_types", ("sliding_attention", "full_attention"), about.values["num_hidden_layers"])
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in about:
+            rope = about.object(key)
+            rope.text("rope_type" if "rope_type" in rope else "type")
+            for part in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "rope_theta"):
+                if part in rope:
+                    rope.number(part, 1e-6, 1e12)
+            if "truncate" in rope:
+                rope.flag("truncate")
+    return GptOssConfig.from_pretrained(folder)
+
+
+def _layers(names: Iterable[str]) -> set[int]:
+    """The numbers of the layers that tensors belong to."""
+    return {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d{1,9})\.", name))}
+
+
 def load(folder: Path, activations: str = "a8", device: torch.device | str = "cpu") -> GptOssForCausalLM:
     """The model of a gpt-oss checkpoint, in bf16, with :class:`FlashInferExperts`.
 
+    Files are chosen as vLLM chooses them (:mod:`.checkpoint`); floats of other dtypes are converted to bf16.
+
     Raises
     ------
-    RuntimeError
-        The checkpoint lacks a tensor of the model, or has one that the model lacks.
+    FolderError
+        A file is missing or damaged; the checkpoint lacks a tensor of the model, has one that the model lacks, or one of
+        another shape or dtype.
     """
-    config = GptOssConfig.from_pretrained(folder)
+    config = _config(folder)
+    layers = _layers(checkpoint.names(checkpoint.weight_files(folder)))
+    if layers != set(range(config.num_hidden_layers)):  # before a model is built of so many
+        raise FolderError(
+            f"{folder}: num_hidden_layers is {config.num_hidden_layers} in {checkpoint.CONFIG}, and the weights have "
+            f"{len(layers)} layers, the last of them {max(layers, default='none')}; {checkpoint.AGAIN}"
+        )
     # Weights stay packed: transformers' own quantizer is not to see them.
     del config.quantization_config
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt", device=str(device)) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
     with torch.device("meta"):
         model = GptOssForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    tensors = checkpoint.tensors(folder, str(device))
+    if config.tie_word_embeddings and "model.embed_tokens.weight" in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    experts, hidden, inter = config.num_local_experts, config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for matrix, rows, k in (("gate_up_proj", 2 * inter, hidden), ("down_proj", hidden, inter)):
+        blocks = experts, rows, k // BLOCK_SIZE
+        shapes |= {
+            f"{matrix}_blocks": (*blocks, BLOCK_SIZE // 2),
+            f"{matrix}_scales": blocks,
+            f"{matrix}_bias": blocks[:2],
+        }
     for index, layer in enumerate(model.model.layers):
         at = f"model.layers.{index}.mlp.experts."
-        layer.mlp.experts = FlashInferExperts(config, {name: tensors.pop(at + name) for name in NAMES}, activations)
+        given = {
+            name: checkpoint.take(tensors, at + name, shapes[name], folder, integer=not name.endswith("bias"))
+            for name in NAMES
+        }
+        layer.mlp.experts = FlashInferExperts(config, given, activations)
+    others = {
+        name: checkpoint.take(tensors, name, tuple(each.shape), folder, integer=False)
+        for name, each in model.state_dict().items()
+    }
+    if tensors:
+        raise FolderError(f"{folder} has {min(tensors)}, a tensor that no gpt-oss of its {checkpoint.CONFIG} has")
     model.model.rotary_emb = GptOssRotaryEmbedding(config).to(device)
-    if config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    model.load_state_dict(tensors, assign=True)
+    model.load_state_dict(others, assign=True)
     return model.eval()

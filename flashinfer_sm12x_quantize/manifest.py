@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from .files import Fields, FolderError, read_fields, replace_bytes
 
 MANIFEST = "sm12x_dense.json"
 UNFINISHED = "sm12x_dense.unfinished.json"
@@ -21,10 +22,10 @@ VERSION = 1
 KINDS = ("qkv", "o", "lm_head")
 HEAD = "lm_head"
 FORMATS = ("mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8")
-
-
-class FolderError(ValueError):
-    """A folder that cannot be used, in a line: which, what is wrong with it, what to do."""
+NAMES = {"qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o": ("o_proj",), "lm_head": (HEAD,)}
+"""What the modules of each kind are called."""
+BLOCK = 32
+SHA256 = r"[0-9a-f]{64}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,30 +60,45 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises :class:`FolderError` for what is no manifest of this version."""
-        try:
-            found = json.loads(path.read_bytes())
-            if found.pop("version") != VERSION:
-                raise FolderError(f"{path} is of another version of the fork; quantize again, or install that one")
-            modules = {name: Module(**each) for name, each in found.pop("modules").items()}
-            manifest = cls(modules=modules, **found)
-            known = all(kind in KINDS and name in FORMATS for kind, name in manifest.formats.items())
-            known = known and all(each.kind in manifest.formats for each in modules.values())
-            if not known or not all(each.file in manifest.files for each in modules.values()):
-                raise KeyError
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise FolderError(f"{path} is no manifest of sm12x-quantize's") from error
+        """Raises :class:`FolderError` for what is no manifest of this version, or one that contradicts itself."""
+        found = read_fields(path, "no manifest of sm12x-quantize's", "copy the folder again, or quantize again")
+        if found.whole("version") != VERSION:
+            raise FolderError(f"{path} is of another version of the fork; quantize again, or install that one")
+        found.only("version", *(field.name for field in dataclasses.fields(cls)))
+        formats, modules, files = found.object("formats"), found.object("modules"), found.object("files")
+        formats.only(*KINDS)
+        manifest = cls(
+            formats={kind: formats.one_of(kind, FORMATS) for kind in formats.values},
+            run=found.object("run").values,
+            modules={name: _module(modules, name) for name in modules.values},
+            files={name: files.text(name, SHA256, "a SHA-256, 64 hexadecimal digits") for name in files.values},
+            told=found.object("told").values,
+        )
+        used = {each.file for each in manifest.modules.values()}
+        for name, each in manifest.modules.items():
+            if each.kind not in manifest.formats:
+                modules.refuse(f"{name} is a module of {each.kind}, for which formats has no entry")
+            if each.file not in manifest.files:
+                modules.refuse(f"{name} is in {each.file}, which files does not have")
+        for file in manifest.files:
+            if file not in used:
+                files.refuse(f"no module is in {file!r:.80}")
         return manifest
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's bytes at once: after an interruption it has the new bytes or the old ones, never a part."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(scratch, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+def _module(modules: Fields, name: str) -> Module:
+    if not re.fullmatch(r"\w+(\.\w+)*", name, re.ASCII):
+        modules.refuse(f"{name!r:.80} is no module's name")
+    about = modules.object(name)
+    about.only(*(field.name for field in dataclasses.fields(Module)))
+    kind = about.one_of("kind", KINDS)
+    if name.rpartition(".")[2] not in NAMES[kind]:
+        about.refuse(f"{name} is no module of {kind}, which are called {', '.join(NAMES[kind])}")
+    k = about.whole("k")
+    if k % BLOCK:
+        about.refuse(f"the k of {name} is {k}; it must be a multiple of {BLOCK}")
+    file = about.file_name("file", ".safetensors")
+    return Module(kind, about.whole("n"), k, file, about.text("source", SHA256, "a SHA-256, 64 hexadecimal digits"))
 
 
 def finished(path: Path) -> Manifest:
@@ -94,7 +110,12 @@ def finished(path: Path) -> Manifest:
         The folder has no manifest, or was not finished.
     """
     if (path / MANIFEST).is_file():
-        return Manifest.read(path / MANIFEST)
+        found = Manifest.read(path / MANIFEST)
+        if lacking := [kind for kind in found.formats if kind not in {each.kind for each in found.modules.values()}]:
+            raise FolderError(f"{path / MANIFEST} has no module of {', '.join(lacking)}: copy the folder again")
+        if not found.formats:
+            raise FolderError(f"{path / MANIFEST} has no layers at all: copy the folder again, or quantize again")
+        return found
     if (path / UNFINISHED).is_file():
         raise FolderError(f"{path} was not finished: run the same sm12x-quantize again, it goes on")
     raise FolderError(f"{path} is no folder of sm12x-quantize's: it has no {MANIFEST}")
@@ -114,19 +135,50 @@ def located(name: str, patterns: Sequence[str] = (MANIFEST, "*.safetensors")) ->
 
 
 def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
-    """A repository's files on the Hugging Face hub, downloaded if they are not there.
+    """Files of a repository on the Hugging Face hub, downloaded if they are not there; of its subfolders none.
 
     Raises
     ------
     FolderError
-        There is no such repository, or it cannot be reached; ``name`` is no ``what`` either.
+        Why there is none: ``name`` is no ``what`` and no name of a repository; the hub has no such repository, or shows it
+        to others alone; the hub cannot be reached; the download failed.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # what the hub calls its repositories
         raise FolderError(f"{name} is no {what}, and no name of one on the hub, which are OWNER/NAME")
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise FolderError(
+            f"{name} is no {what} here; to look for it on the hub, pip install huggingface_hub"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except Exception as error:  # the HTTP client's, the hub's, the disk's
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, errors.GatedRepoError):
+            reason = (
+                "the hub gives it to those alone who accepted its terms: accept them on its page, then hf auth login"
+            )
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            reason = "the hub has no repository of that name (or a private one, which needs hf auth login)"
+        elif isinstance(error, errors.HFValidationError):
+            reason = f"no name of one on the hub: {said}"
+        elif isinstance(error, errors.LocalEntryNotFoundError):
+            offline = " (HF_HUB_OFFLINE is set)" if _offline() else ""
+            reason = (
+                f"whether the hub has it is not known: it cannot be reached{offline}, and no whole copy was downloaded "
+                "before; go online, or name a folder"
+            )
+        elif isinstance(error, OSError) and not isinstance(error, errors.HfHubHTTPError) and error.strerror:
+            raise FolderError(
+                f"{name} could not be downloaded: {error.filename or '~/.cache'}: {error.strerror}"
+            ) from error
+        else:
+            raise FolderError(f"{name} could not be downloaded from the hub: {said}") from error
+        raise FolderError(f"{name} is no {what} here, and {reason}") from error
 
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except (ImportError, OSError, ValueError) as error:  # the hub's own errors are of the last two
-        said = str(error).strip().partition("\n")[0]
-        raise FolderError(f"{name} is no {what}, and no name of one on the hub: {said}") from error
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)

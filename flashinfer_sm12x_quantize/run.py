@@ -30,15 +30,17 @@ from flashinfer.quantization.error_feedback import DAMPING, quantize_with_feedba
 
 from . import measure
 from .choice import Choice
+from .endings import ModelError
+from .files import FolderError, remove_scratch, replace_bytes
 from .folder import Folder, join, to_tensors, weight_hash
 from .formats import BF16, round_weight
-from .manifest import HEAD, MANIFEST, UNFINISHED, FolderError, Manifest, Module, replace_bytes
+from .manifest import HEAD, MANIFEST, UNFINISHED, Manifest, Module
 from .models import OUTPUT, Subject
 
 ROUNDED, QUANTIZED = "rounded to nearest", "with error feedback"
 
 
-class QuantizeError(ValueError):
+class QuantizeError(ModelError):
     """A model that cannot be quantized, in a line."""
 
 
@@ -195,6 +197,7 @@ class Run:
         self.manifest.told |= told
         self.manifest.write(self.folder / MANIFEST)
         (self.folder / UNFINISHED).unlink()
+        remove_scratch(self.folder)
 
     def quantize(self, layers: Layers, inputs: torch.Tensor) -> Quantized:
         """Layers that are given the rows ``inputs``."""

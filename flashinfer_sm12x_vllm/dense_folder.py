@@ -17,6 +17,7 @@ import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashinfer_sm12x_quantize import manifest
+from flashinfer_sm12x_quantize.files import FolderError
 
 from . import settings
 
@@ -39,23 +40,47 @@ def require(chosen: settings.Settings, vllm_config: Any) -> None:
         return
     folder = settings.located(chosen.dense)
     if vllm_config.load_config.load_format == "dummy":
-        raise manifest.FolderError(
+        raise FolderError(
             f"--load-format dummy loads no checkpoint, of which {folder} could be: leave 'dense' out, and choose formats"
         )
     found = manifest.finished(folder)
     for file in found.files:
         if not (folder / file).is_file():
-            raise manifest.FolderError(f"{folder} lacks {file}, which its manifest names: copy it again")
+            raise FolderError(f"{folder} lacks {file}, which its manifest names: copy it again")
     count = vllm_config.model_config.hf_config.num_hidden_layers
     for kind in found.formats:
-        numbers = {_number(name) for name, module in found.modules.items() if module.kind == kind}
+        parts = _parts(found, kind)
         wanted: list[int | None] = [None] if kind == "lm_head" else [*range(count)]
         for number in wanted:
-            if number not in numbers:
+            if number not in parts:
                 layer = "LM head" if number is None else f"{kind} of layer {number}"
-                raise manifest.FolderError(
+                raise FolderError(
                     f"{folder} has no {layer}, and the model has {count} layers: it was made of another model"
                 )
+            _check_parts(folder, kind, found, parts[number])
+
+
+def _parts(found: manifest.Manifest, kind: str) -> dict[int | None, list[str]]:
+    """The modules of a kind, by their layer's number."""
+    parts: dict[int | None, list[str]] = {}
+    for name, module in found.modules.items():
+        if module.kind == kind:
+            parts.setdefault(_number(name), []).append(name)
+    return parts
+
+
+def _check_parts(folder: Path, kind: str, found: manifest.Manifest, names: list[str]) -> None:
+    """Refuse a layer of which a part is missing or there twice, or whose parts do not fit together."""
+    wanted = list(SHARDS.values()) if kind == "qkv" else [""]
+    if sorted(map(_shard, names)) != sorted(wanted):
+        parts = f"its parts are {', '.join(SHARDS)}" if kind == "qkv" else "it is one module"
+        raise FolderError(
+            f"{folder} has {', '.join(names)} for {kind} of one layer, and {parts}: copy or quantize it again"
+        )
+    modules = [found.modules[name] for name in names]
+    if len({each.k for each in modules}) > 1:
+        told = ", ".join(f"{name} {each.k}" for name, each in zip(names, modules, strict=True))
+        raise FolderError(f"{folder}: the parts of one layer have different widths ({told}): copy or quantize it again")
 
 
 class Layer:
@@ -80,11 +105,10 @@ class Layer:
         from flashinfer_sm12x_quantize.folder import Folder
 
         self.name, self.folder = folder, Folder(Path(folder))
-        number = _number(prefix)
-        modules = self.folder.manifest.modules
-        self.parts = [name for name, each in modules.items() if (each.kind, _number(name)) == (kind, number)]
+        self.parts = _parts(self.folder.manifest, kind).get(_number(prefix), [])
         if not self.parts:
-            raise manifest.FolderError(f"{folder} has no {kind} for {prefix}: it was made of a model with fewer layers")
+            raise FolderError(f"{folder} has no {kind} for {prefix}: it was made of a model with fewer layers")
+        _check_parts(Path(folder), kind, self.folder.manifest, self.parts)
         self.loader: Callable[..., None] | None = None
         self.loaded: dict[str, torch.Tensor] = {}
 
@@ -130,20 +154,19 @@ class Layer:
         )
 
     def _check(self) -> None:
-        from flashinfer_sm12x_quantize.folder import weight_hash
-
         loaded, self.loaded = self.loaded, {}
         for name in self.parts:
-            weight = loaded.get(_shard(name))
+            weight = loaded.pop(_shard(name), None)
             if weight is None:
-                raise manifest.FolderError(
+                raise FolderError(
                     f"{name}: no weight of it was loaded, which {self.name} was made of; --load-format dummy has none"
                 )
-            if weight_hash(weight) != self.folder.manifest.modules[name].source:
-                raise manifest.FolderError(
-                    f"{self.name} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), or "
-                    "serve the one it was made of"
-                )
+            self.folder.require_source(name, weight)
+        if loaded:  # rows of the layer that would be 0
+            raise FolderError(
+                f"{self.name} has {', '.join(self.parts)}, and the checkpoint has {', '.join(loaded)} of that layer, too: "
+                "it was made of another model"
+            )
 
     def _cut(self, parts: list[torch.Tensor], rows: int, columns: int) -> torch.Tensor:
         """A rank's ``[rows, columns]`` bytes of the parts'; rows that no part has are 0."""
@@ -158,7 +181,7 @@ class Layer:
 
 def _number(name: str) -> int | None:
     """The layer's number in a module's name, the checkpoint's or vLLM's."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
+    found = re.search(r"\blayers\.(\d{1,9})\.", name)
     return int(found[1]) if found else None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,15 @@ def changed_manifest(path: Path, change: Any) -> None:
     (path / MANIFEST).write_text(json.dumps(told))
 
 
-Q = "model.layers.0.self_attn.q_proj"
+Q, K = (f"model.layers.0.self_attn.{part}_proj" for part in "qk")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to copy."""
+    folder = tmp_path_factory.mktemp("finished") / "f"
+    quantized(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -264,9 +273,9 @@ Q = "model.layers.0.self_attn.q_proj"
         (of_another_layer, r"is damaged: "),
         (remove_a_file, r"cannot be read: No such file or directory; the manifest names it$"),
         (lambda path: (path / MANIFEST).unlink(), r"f is no folder of sm12x-quantize's: it has no sm12x_dense\.json$"),
-        (lambda path: (path / MANIFEST).write_text("{"), r"is no manifest of sm12x-quantize's$"),
-        (lambda path: (path / MANIFEST).write_text("[]"), r"is no manifest of sm12x-quantize's$"),
-        (lambda path: (path / MANIFEST).write_bytes(b"\xff"), r"is no manifest of sm12x-quantize's$"),
+        (lambda path: (path / MANIFEST).write_text("{"), r"is no manifest of .*: it is not JSON \("),
+        (lambda path: (path / MANIFEST).write_text("[]"), r"is no manifest of .* and no JSON object"),
+        (lambda path: (path / MANIFEST).write_bytes(b"\xff"), r"is no manifest of .*: it is not JSON \("),
         (
             lambda path: changed_manifest(path, lambda told: told.update(version=2)),
             r"is of another version of the fork",
@@ -277,28 +286,28 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda path: changed_manifest(path, lambda told: told["files"].pop(FILES[1])), r"is no manifest"),
         (
             lambda path: changed_manifest(path, lambda told: told["modules"].pop(Q)),
-            rf"has no {Q}: it was made of another",
+            rf"has a tensor that its manifest does not know of: '{Q}\.weight_packed'",
         ),
         (
             lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="nvfp4")),
-            r"has no tensor 'model\.layers\.0\.self_attn\.q_proj\.weight_global_scale'",
+            r"has no tensor 'model\.layers\.0\.self_attn\.k_proj\.weight_global_scale'",
         ),
         (
             lambda path: changed_manifest(path, lambda told: told["modules"][Q].update(n=95)),
-            rf"{Q} is not \[95, 96\] of mxfp6$",
+            rf"{Q}\.weight_packed is torch\.uint8 \[96, 80\]; of mxfp6 \[95, 96\] it must be torch\.uint8 \[95, 80\]",
         ),
         (
             lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="mxfp4")),
-            rf"{Q} is not \[96, 96\] of mxfp4$",
+            rf"{Q}\.weight_packed is torch\.uint8 \[96, 80\]; of mxfp4 \[96, 96\] it must be torch\.uint8 \[96, 48\]",
         ),
     ],
 )
-def test_damage_is_named_before_anything_is_served(tmp_path: Path, spoil: Any, words: str) -> None:
-    quantized(tmp_path / "f")
-    Folder(tmp_path / "f").weights([Q])
+def test_damage_is_named_before_anything_is_served(finished: Path, tmp_path: Path, spoil: Any, words: str) -> None:
+    shutil.copytree(finished, tmp_path / "f")
+    Folder(tmp_path / "f").weights([Q, K])
     spoil(tmp_path / "f")
     with pytest.raises(FolderError, match=words):
-        Folder(tmp_path / "f").weights([Q])
+        Folder(tmp_path / "f").weights([Q, K])
 
 
 def test_an_interrupted_runs_damaged_file_is_not_taken(tmp_path: Path) -> None:
@@ -409,7 +418,9 @@ def test_the_texts_to_look_at_suffice_for_gpt_oss_and_share_nothing_with_those_f
         (["--tokens", "3"], "3 is not in the range 16<=x<=65536"),
         (["--text", "/nowhere"], "File '/nowhere' does not exist"),
         (["--text", "SHORT"], "--text: there are fewer than 16 tokens in it"),
-        (["--text", "BYTES"], "can't decode byte"),
+        (["--text", "BYTES"], "BYTES is not UTF-8: byte 0 is 0xff"),
+        (["--device", "cuda:99"], "--device: torch finds no GPU for cuda:99; --device cpu"),
+        (["--device", "tpu"], "--device is 'tpu'; it must be cpu, cuda, or cuda: and a number"),
     ],
 )
 def test_bad_arguments_end_with_a_line(tmp_path: Path, toy: models.Subject, arguments: list[str], words: str) -> None:
@@ -418,6 +429,7 @@ def test_bad_arguments_end_with_a_line(tmp_path: Path, toy: models.Subject, argu
     arguments = [str(tmp_path / each) if each.isupper() else each for each in arguments]
     status, said = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu", *arguments)
     assert status != 0
+    assert said.count("\n") == 1 or "Usage" in said
     assert words in said.replace("\n", " ")
     assert not (tmp_path / "f").exists()
 
@@ -428,7 +440,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError("404")))
     status, said = quantize("no/such", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
-    assert "no/such is no checkpoint's folder, and no name of one on the hub: 404" in said
+    assert "no/such could not be downloaded from the hub: 404" in said
     status, said = quantize("/nowhere", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
     assert "/nowhere is no checkpoint's folder, and no name of one on the hub, which are OWNER/NAME" in said

@@ -4,7 +4,9 @@ that cannot be used."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -311,7 +313,7 @@ def test_the_folder_may_be_a_name_on_the_hub(checkpoint_folder, made, monkeypatc
     settings.located.cache_clear()
     calls: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         matched = [f for f in (MANIFEST, "lm_head.safetensors") if any(Path(f).match(p) for p in allow_patterns)]
         calls.append(f"{name} {len(matched)}")
         return str(made(MIXED))
@@ -423,13 +425,13 @@ def test_what_is_wrong_with_a_folder_is_said_before_anything_is_loaded(checkpoin
 def test_a_name_that_the_hub_does_not_know_ends_the_start(checkpoint_folder, monkeypatch):
     import huggingface_hub
 
-    def fail(name: str, allow_patterns: list[str]) -> str:
+    def fail(name: str, **_: Any) -> str:
         raise OSError("404 Client Error\n\nRepository Not Found")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match=r".") as error:
         serve(checkpoint_folder, {"dense": "someone/nothing"})
-    assert the_line(error) == "someone/nothing is no folder, and no name of one on the hub: 404 Client Error"
+    assert the_line(error) == "someone/nothing could not be downloaded from the hub: 404 Client Error"
 
 
 def test_a_folder_of_fewer_layers_and_a_dummy_checkpoint_end_the_start(checkpoint_folder, made, tmp_path):
@@ -456,6 +458,115 @@ def test_a_damaged_file_is_never_served(checkpoint_folder, copied, damage):
     damage(copied)
     with pytest.raises(ValueError, match=rf"^{re.escape(str(copied / FILE))} is damaged: its SHA-256 is not"):
         loaded(checkpoint_folder, {"dense": str(copied)})
+
+
+def take_out(folder: Path, part: str, number: int = 1) -> None:
+    """Remove a module as if the folder had been made without it: from the manifest, from its file, with a right hash."""
+    name, file = f"model.layers.{number}.self_attn.{part}", f"model.layers.{number}.self_attn.safetensors"
+    tensors = {key: each for key, each in load_file(folder / file).items() if not key.startswith(f"{name}.")}
+    save_file(tensors, folder / file)
+    told = json.loads((folder / MANIFEST).read_text())
+    del told["modules"][name]
+    files = {**told["files"], file: hashlib.sha256((folder / file).read_bytes()).hexdigest()}
+    rewrite(folder, modules=told["modules"], files=files)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_a_folder_without_one_part_of_a_layer_is_refused_and_not_filled_up(
+    checkpoint_folder, copied, monkeypatch, part
+):
+    """Before anything is loaded; and again by the layer, and by what vLLM loads into it, for each rank."""
+    from flashinfer_sm12x_vllm import dense_folder
+
+    take_out(copied, part)
+    kind = (
+        "has no o of layer 1, and the model"
+        if part == "o_proj"
+        else r"has [\w., ]+ for qkv of one layer, and its parts"
+    )
+    with pytest.raises(ValueError, match=rf"{re.escape(str(copied))} {kind}"):
+        serve(checkpoint_folder, {"dense": str(copied)})
+    monkeypatch.setattr(dense_folder, "require", lambda *_: None)
+    kind = r"has no o for model\.layers\.1\." if part == "o_proj" else kind
+    with pytest.raises(ValueError, match=rf"{re.escape(str(copied))} {kind}"):
+        loaded(checkpoint_folder, {**A16, "dense": str(copied)})
+    if part != "o_proj":
+        monkeypatch.setattr(dense_folder, "_check_parts", lambda *_: None)
+        shard = part[0]
+        with pytest.raises(
+            ValueError, match=rf"^{re.escape(str(copied))} has .*, and the checkpoint has {shard} of that"
+        ):
+            loaded(checkpoint_folder, {**A16, "dense": str(copied)})
+
+
+def test_parts_of_other_sizes_or_twice_are_refused_before_anything_is_loaded(checkpoint_folder, copied):
+    told = json.loads((copied / MANIFEST).read_text())
+    q = told["modules"]["model.layers.1.self_attn.q_proj"]
+    rewrite(copied, modules={**told["modules"], "draft.layers.1.self_attn.q_proj": q})
+    with pytest.raises(ValueError, match=r"has [\w., ]+draft\.layers\.1\.self_attn\.q_proj for qkv of one layer"):
+        serve(checkpoint_folder, {"dense": str(copied)})
+    rewrite(copied, modules={**told["modules"], "model.layers.1.self_attn.k_proj": {**q, "k": 96}})
+    with pytest.raises(ValueError, match=r"the parts of one layer have different widths \(.*k_proj 96"):
+        serve(checkpoint_folder, {"dense": str(copied)})
+
+
+def test_parts_with_several_global_scales_are_refused(checkpoint_folder, copied):
+    """A server multiplies the three by one."""
+    tensors = load_file(copied / FILE)
+    tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
+    save_file(tensors, copied / FILE)
+    files = {**Folder(copied).manifest.files, FILE: hashlib.sha256((copied / FILE).read_bytes()).hexdigest()}
+    rewrite(copied, files=files)
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(copied))}: the parts of one matrix have several global scales"
+    ):
+        loaded(checkpoint_folder, {**A16, "dense": str(copied)})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_a_checkpoint_the_files_are_read_that_vllm_reads(tmp_path, seed):
+    """In its order, for folders that are drawn; where vLLM refuses one, so does the reader."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+    from flashinfer_sm12x_quantize import checkpoint as reader
+
+    print("seed", seed)
+    draw = random.Random(seed)
+    names = ["model", "model-2", "model-10", "model-00001-of-00002", "stray", ".hidden", "consolidated.00", "sub/model"]
+    names += ["sub/consolidated"]
+    refused = 0
+    for number in range(40):
+        folder = tmp_path / f"{number}"
+        (folder / "sub").mkdir(parents=True)
+        there = [name for name in names if draw.random() < (0.15 if "consol" in name else 0.5)]
+        for place, name in enumerate(there):
+            save_file({"x": torch.full((1,), place)}, folder / f"{name}.safetensors")
+        for index in ("model.safetensors.index.json", "consolidated.safetensors.index.json"):
+            if draw.random() < 0.5:
+                used = draw.sample(names[:5] if index[0] == "m" else ["consolidated.00"], 1) + draw.sample(
+                    there, min(1, len(there))
+                )
+                weights = {f"x{at}": f"{name}.safetensors" for at, name in enumerate(used)}
+                (folder / index).write_text(json.dumps({"weight_map": weights}))
+        try:
+            _, files, safetensors, _ = DefaultModelLoader(LoadConfig())._prepare_weights(
+                str(folder), None, None, True, None
+            )
+            assert safetensors
+            expected = [tensor for _, tensor in safetensors_weights_iterator(files, False)]
+        except (FileNotFoundError, RuntimeError):
+            expected = None
+        try:
+            got = reader.weight_files(folder)
+            assert expected is not None, there
+            assert {path.name for path in got} == {Path(file).name for file in files}
+            assert [load_file(path)["x"] for path in got] == expected
+        except ValueError:
+            assert expected is None, there
+            refused += 1
+    assert 0 < refused < 40
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.v_proj", "model.layers.0.self_attn.o_proj", "lm_head"])
