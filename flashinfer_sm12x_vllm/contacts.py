@@ -58,32 +58,49 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "FusedMoEActivationFormat.Standard",
             "FusedMoEActivationFormat.BatchedExperts",
             "FusedMoEExperts.is_supported_config(5)",
+            *(
+                f"FusedMoEExperts.{name}"
+                for name in ("moe_config", "quant_dtype", "activation_config", "post_gemm2_hook")
+            ),
+            "FusedMoEExperts._supports_shape <- (hidden_dim)",
             "FusedMoEKernel.fused_experts",
         ),
-        f"{MOE}.activation": tuple(
-            f"MoEActivation.{name}" for name in ("SILU", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE", "SWIGLUSTEP")
+        f"{MOE}.activation": (
+            *(f"MoEActivation.{name}" for name in ("SILU", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE", "SWIGLUSTEP")),
+            "MoEActivation.RELU2_NO_MUL",
+            *(f"ApplyMoEActivationConfig.{name}" for name in ("alpha", "beta", "clamp_limit")),
         ),
         f"{MOE}.config": (
             *"FusedMoEConfig.moe_backend FusedMoEConfig.moe_parallel_config FusedMoEConfig.num_experts".split(),
             *"FusedMoEConfig.num_local_experts FusedMoEConfig.hidden_dim FusedMoEConfig.device".split(),
             *"FusedMoEConfig.experts_per_token FusedMoEConfig.in_dtype FusedMoEConfig.is_lora_enabled".split(),
             *"FusedMoEConfig.intermediate_size_per_partition FusedMoEConfig.max_capture_size".split(),
+            *"FusedMoEConfig.activation FusedMoEConfig.has_bias FusedMoEConfig.swiglu_limit".split(),
+            *"FusedMoEConfig.router_logits_dtype FusedMoEParallelConfig.dp_size".split(),
+            *(f"FusedMoEParallelConfig.use_{name}" for name in ("all2all_kernels", "ag_rs_all2all_kernels")),
+            "FusedMoEParallelConfig.use_passthrough_all2all",
+            *(
+                f"FusedMoEQuantConfig.{name}"
+                for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant "
+                "block_shape a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
+            ),
             *"FusedMoEParallelConfig.ep_size FusedMoEParallelConfig.ep_rank FusedMoEParallelConfig.enable_eplb".split(),
             "FusedMoEParallelConfig.use_batched_activation_format",
         ),
         f"{MOE}.experts.flashinfer_cutlass_moe": (
-            "activation_to_flashinfer_type(1)",
+            "FlashInferExperts.__init__ <- (moe_config, quant_config)",
             "FlashInferExperts.expects_unquantized_inputs",
             "FlashInferExperts.process_weights_after_loading <- (layer)",
             "FlashInferExperts._supports_current_device <- ()",
             "FlashInferExperts._supports_quant_scheme <- (weight_key, activation_key)",
             "FlashInferExperts._supports_activation <- (activation)",
+            "FlashInferExperts._supports_parallel_config <- (moe_parallel_config)",
             "FlashInferExperts.apply <- (output, hidden_states, w1, w2, topk_weights, topk_ids, activation, "
             "global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, "
             "apply_router_weight_on_input)",
             *(f"FlashInferExperts.{name}" for name in ("tp_size", "tp_rank", "ep_size", "ep_rank", "num_experts")),
             *(f"FlashInferExperts.{name}" for name in ("w1_scale", "w2_scale", "w1_bias", "w2_bias", "out_dtype")),
-            *(f"FlashInferExperts.gemm1_{name}" for name in ("alpha", "beta", "clamp_limit")),
+            *("FlashInferExperts.device", "FlashInferExperts.fake_input_scale"),
         ),
         f"{MOE}.fused_moe_method_base": (
             "FusedMoEMethodBase.__init__(1)",
@@ -98,7 +115,17 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "w2_weight_scale, w13_bias, w2_bias)",
             "make_mxfp4_moe_kernel(0, moe_quant_config, moe_config, mxfp4_backend, experts_cls, routing_tables)",
         ),
-        f"{MOE}.routed_experts": ("RoutedExperts._expert_routing_tables()", "RoutedExperts.expert_map"),
+        f"{MOE}.routed_experts": (
+            "RoutedExperts._expert_routing_tables()",
+            *(f"RoutedExperts.{name}" for name in ("expert_map", "quant_method", "renormalize", "scoring_func")),
+            *(f"RoutedExperts.{name}" for name in ("apply_router_weight_on_input", "routed_scaling_factor")),
+        ),
+        f"{MOE}.router.fused_topk_router": ("FusedTopKRouter.renormalize", "FusedTopKRouter.scoring_func"),
+        f"{MOE}.runner.moe_runner": tuple(
+            f"MoERunner.{name}"
+            for name in "moe_config router routed_experts routed_scaling_factor shared_experts gate shared_expert_gate "
+            "routed_input_transform routed_output_transform".split()
+        ),
         f"{LAYERS}.quantization.mxfp4": (
             "GptOssMxfp4MoEMethod.__init__ <- (moe)",
             "GptOssMxfp4MoEMethod.mxfp4_backend",
@@ -124,7 +151,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.activation": tuple(
             f"MoEActivation.{name}" for name in ("SILU", "SWIGLUOAI_UNINTERLEAVE", "SWIGLUSTEP", "RELU2_NO_MUL")
         ),
-        f"{MOE}.config": ("FusedMoEConfig.is_act_and_mul",),
+        f"{MOE}.config": ("FusedMoEConfig.is_act_and_mul", "FusedMoEConfig.has_bias"),
         f"{MOE}.experts.flashinfer_cutlass_moe": (
             "FlashInferExperts._supports_no_act_and_mul()",
             "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, "

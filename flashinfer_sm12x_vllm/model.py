@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
 from . import memory, reach, settings, table
 from .dense import ForkKernel
-from .moe import SM12xAutoExperts, SM12xMoEMethod
+from .moe import SM12xAutoExperts, SM12xMoEMethod, reason_against_a_step
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -128,6 +128,8 @@ def _reason_against_layer(layer: Any) -> str:
         return "vLLM's attention keeps the scales of its KV cache elsewhere than vLLM 0.33.0 does"
     if not isinstance(experts.quant_method, SM12xMoEMethod):
         return "the experts are vLLM's"
+    if reason := reason_against_a_step(mlp.experts):
+        return reason
     if experts.moe_config.hidden_dim != mlp.hidden_size or mlp.hidden_size % 8:
         return f"a hidden size of {mlp.hidden_size}"
     if kernel.attn_backend.get_name() != "FLASHINFER":

@@ -21,7 +21,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     convert_weight_to_mxfp4_moe_kernel_format,
     make_mxfp4_moe_kernel,
 )
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.quark import quark_moe
@@ -54,12 +55,41 @@ BLOCK_SIZE = 32
 CHOSEN = "chosen"  # the reason of a user who left the experts to vLLM
 # Modules of --lora-target-modules, by the last part of their names, whose adapters leave experts as they are.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-# Tensors that vLLM's experts make besides the weights.
-CONSTANTS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "fake_input_scale")
+# vLLM's activations: the operator's name for each, and the parameters of vLLM's that it has. vLLM's SILU has a limit alone,
+# even where the model's configuration has alpha and beta.
+ACTIVATIONS = {
+    MoEActivation.SILU: ("Swiglu", ("clamp_limit",)),
+    MoEActivation.SWIGLUOAI: ("Swiglu", ("alpha", "beta", "clamp_limit")),
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: ("Swiglu", ("alpha", "beta", "clamp_limit")),
+    MoEActivation.SWIGLUSTEP: ("SwigluStep", ("clamp_limit",)),
+    MoEActivation.RELU2_NO_MUL: ("Relu2", ()),
+}
+PARAMETERS = ("alpha", "beta", "clamp_limit")
+OFF = '{"sm12x": {"moe": "vllm"}} leaves the experts to vLLM'
 
 
 class SM12xExperts(FlashInferExperts):
-    """vLLM's experts of ``cutlass_fused_moe``, given bf16: the layer quantizes inside (W4A8) or not at all (W4A16)."""
+    """gpt-oss's experts on ``cutlass_fused_moe``, given bf16: the layer quantizes inside (W4A8) or not at all (W4A16)."""
+
+    READ: ClassVar[tuple[str, ...]] = ("w1_scale", "w2_scale", "w1_bias", "w2_bias")
+    """The tensors of vLLM's quantization config that a call reads."""
+
+    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
+        super().__init__(moe_config, quant_config)
+        require_known_format(quant_config, self.READ)
+        self.operators_activation, parameters = ACTIVATIONS[moe_config.activation]
+        for name in PARAMETERS:
+            # activation_config is vLLM's own choice between the two configs in which a parameter may stand.
+            value = getattr(self.activation_config, name) if name in parameters else None
+            made = (
+                None
+                if value is None
+                else torch.full((self.num_experts,), value, dtype=torch.float32, device=self.device)
+            )
+            setattr(self, f"gemm1_{name}", made)
+        self.expert_map: torch.Tensor | None = None
+        self._of: tuple[Any, ...] = ()
+        self._made: Any = None
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -69,17 +99,34 @@ class SM12xExperts(FlashInferExperts):
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
         return weight_key == kMxfp4Static and activation_key in ACTIVATION_KEYS.values()
 
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation == MoEActivation.SWIGLUOAI  # as gpt-oss's method prepares the weights
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        """Tokens of other ranks come by all-gather or not at all: other all-to-alls have ids, scales and weights of their
+        own."""
+        parallel = moe_parallel_config
+        gathers = not parallel.use_all2all_kernels or parallel.use_ag_rs_all2all_kernels
+        return gathers and not parallel.use_passthrough_all2all
+
     @property
     def expects_unquantized_inputs(self) -> bool:
         return True
 
-
-class SM12xAutoExperts(SM12xExperts):
-    """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
-
-    FLAGS: ClassVar = {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True}
-    _of: tuple[Any, ...] = ()
-    _made: Any = None
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check what the layer has by now, and give it the tensors that CUDA graphs will read (:func:`keep_tensors`)."""
+        require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+        found = {self.moe_config.has_bias, self.w1_bias is not None, self.w2_bias is not None}
+        if len(found) > 1:
+            raise ValueError(
+                f"the model {'has' if self.moe_config.has_bias else 'has no'} biases in its experts, and vLLM's method gives "
+                f"{'one' if self.w1_bias is not None else 'none'} for FC1 and "
+                f"{'one' if self.w2_bias is not None else 'none'} for FC2; {OFF}"
+            )
+        self.expert_map = layer.expert_map
+        keep_tensors(layer, self)
 
     def apply(
         self,
@@ -90,21 +137,49 @@ class SM12xAutoExperts(SM12xExperts):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: MoEActivation,
-        **_unused: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor | None,
+        workspace2: torch.Tensor | None,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool | None,
     ) -> None:
-        """vLLM's call, but for the mode, which vLLM has no name for."""
-        self._layer(w1, w2, activation).run(hidden_states, topk_ids.to(torch.int), topk_weights, output=output)
+        """vLLM's call. The workspaces are scratch memory that the operator does not need.
 
-    def step(self, layer: Any, hidden_states: torch.Tensor, **routing: Any) -> torch.Tensor:
-        """A decode step's call: new outputs of the layer's experts for ``routing``, as ``moe_step`` takes it."""
-        return self._layer(layer.w13_weight, layer.w2_weight, layer.activation).run(hidden_states, **routing)
+        Raises
+        ------
+        ValueError
+            Naming an argument that is not what the layer was prepared for.
+        """
+        unlike = ""
+        if activation != self.moe_config.activation:
+            unlike = f"activation is {activation}"
+        elif global_num_experts != self.moe_config.num_experts:
+            unlike = f"global_num_experts is {global_num_experts}"
+        elif expert_map is not self.expert_map:
+            unlike = "expert_map is not the layer's"
+        elif a2_scale is not None:
+            unlike = "a2_scale is given"
+        elif expert_tokens_meta is not None:
+            unlike = "expert_tokens_meta is given"
+        elif self.post_gemm2_hook is not None:
+            unlike = "post_gemm2_hook is set"
+        if unlike:
+            raise ValueError(f"{unlike}, for which these experts were not prepared; {OFF}")
+        # vLLM has multiplied the tokens where it applies the router's weights on the input; no weights are ones.
+        weights = None if apply_router_weight_on_input else topk_weights
+        self._layer(w1, w2).run(hidden_states, topk_ids.to(torch.int), weights, input_sf=a1q_scale, output=output)
 
-    def _layer(self, w1: torch.Tensor, w2: torch.Tensor, activation: Any) -> Any:
+    def _layer(self, w1: torch.Tensor, w2: torch.Tensor) -> Any:
         """The fork's object of these experts, made where vLLM gives other tensors than the last one was made of."""
+        from flashinfer.tllm_enums import ActivationType
+
         from flashinfer.fused_moe import SM12xMoELayer
 
-        scales = self._scales()
-        of = (w1, w2, *scales, self.w1_bias, self.w2_bias, activation)
+        scales, biases = self._scales(), (self.w1_bias, self.w2_bias)
+        of = (w1, w2, *scales, *biases)
         if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
             return self._made
         self._made = SM12xMoELayer(
@@ -112,8 +187,7 @@ class SM12xAutoExperts(SM12xExperts):
             w2,
             self.out_dtype,
             scales,
-            self.w1_bias,
-            self.w2_bias,
+            *biases,
             self.gemm1_alpha,
             self.gemm1_beta,
             self.gemm1_clamp_limit,
@@ -121,20 +195,44 @@ class SM12xAutoExperts(SM12xExperts):
             tp_rank=self.tp_rank,
             ep_size=self.ep_size,
             ep_rank=self.ep_rank,
-            **self.FLAGS,
-            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+            **self._mode(),
+            activation_type=ActivationType[self.operators_activation],
         )
         self._of = of
         return self._made
 
+    def _mode(self) -> dict[str, bool]:
+        """The operator's flags."""
+        rounds = self.quant_dtype == "mxfp8"
+        return {"use_mxfp8_act_scaling": rounds, "use_w4_group_scaling": not rounds}
+
     def _scales(self) -> list[Any]:
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
-        return [self.w1_scale, self.w2_scale]
+        if self._mode()["use_w4_group_scaling"]:
+            return [self.w1_scale, self.w2_scale]
+        return [self.w1_scale, self.fake_input_scale, self.w2_scale, self.fake_input_scale]
+
+
+class SM12xAutoExperts(SM12xExperts):
+    """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
+
+    def step(self, layer: Any, hidden_states: torch.Tensor, **routing: Any) -> torch.Tensor:
+        """A decode step's call: new outputs of the layer's experts for ``routing``, as ``moe_step`` takes it."""
+        return self._layer(layer.w13_weight, layer.w2_weight).run(hidden_states, **routing)
+
+    def _mode(self) -> dict[str, bool]:
+        """Both of the operator's modes; vLLM has no name for that."""
+        return {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True}
 
 
 class SM12xQuantizedInputExperts(SM12xExperts):
-    """The same, given MXFP8 by vLLM's quantizer."""
+    """gpt-oss's experts, given MXFP8 by vLLM's quantizer."""
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        """Scales that vLLM gathers from other ranks are in another layout than those of this rank's tokens."""
+        parallel = moe_parallel_config
+        gathers = parallel.use_all2all_kernels or parallel.dp_size > 1
+        return not gathers and SM12xExperts._supports_parallel_config(parallel)
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -152,12 +250,66 @@ class SM12xMxfp4Experts(SM12xExperts):
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
-
 
 class SM12xMxfp4AutoExperts(SM12xAutoExperts, SM12xMxfp4Experts):
     """The same, in the mode of :class:`SM12xAutoExperts`."""
+
+
+def require_known_format(config: Any, read: tuple[str, ...]) -> None:
+    """Raise unless vLLM's quantization config of a layer says nothing but what a call reads of it (``read``), and that
+    weights and tokens are in the formats that its method was chosen for.
+
+    Raises
+    ------
+    ValueError
+        Naming the field.
+    """
+    known = {
+        "is_scale_swizzled": True,
+        "is_scale_transposed": False,
+        "mx_alignment": 0,
+        "per_act_token_quant": False,
+        "per_out_ch_quant": False,
+        **dict.fromkeys(("block_shape", "a1_scale", "a2_scale", "w1_zp", "w2_zp")),
+        **dict.fromkeys(name for name in ("g1_alphas", "g2_alphas") if name not in read),
+    }
+    if type(config) is not FusedMoEQuantConfig:
+        raise ValueError(
+            f"vLLM describes these experts by a {type(config).__name__}, which this fork does not know; {OFF}"
+        )
+    for name, only in known.items():
+        found = getattr(config, name)
+        if found is not only and (only is None or found != only):
+            raise ValueError(
+                f"{name} of vLLM's quantization config is {found!r}; these experts take {only!r} alone; {OFF}"
+            )
+
+
+def keep_tensors(layer: Any, experts: SM12xExperts) -> None:
+    """Make all tensors that ``experts`` read those of ``layer``, whose method was given them by ``experts``' kernel.
+
+    Captured CUDA graphs have their addresses. After sleep mode's level 2 vLLM brings buffers back; when it loads weights anew
+    it prepares other tensors and copies these into the parameters of the first load. So constants become buffers, tensors
+    that are made of weights and that vLLM's method did not register become parameters, and the first load's kernel, which
+    reads these, stays the layer's.
+    """
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*layer._parameters.values(), *layer._buffers.values())
+        if tensor is not None
+    }
+    for name in experts.READ:
+        tensor = getattr(experts, name)
+        if tensor is not None and tensor.untyped_storage().data_ptr() not in own:
+            layer.register_parameter(f"sm12x_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+    method = layer.quant_method
+    first = vars(method).setdefault("sm12x_first_kernel", method.moe_kernel)
+    if first is not method.moe_kernel:
+        method.moe_kernel, method.moe_quant_config = first, first.fused_experts.quant_config
+        return
+    for name, tensor in list(vars(experts).items()):
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in own:
+            layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
 
 
 def activations_of(moe: Any, chosen: Settings) -> str:
@@ -241,18 +393,52 @@ def reason_of_the_server(moe: Any, chosen: Settings, backends: tuple[str, ...]) 
     return "expert load balancing (EPLB)" if parallel.enable_eplb else ""
 
 
+def reason_of_the_config(moe: Any) -> str:
+    """Why no experts of this fork take a layer of this configuration, or an empty text."""
+    if type(moe) is not FusedMoEConfig:
+        return f"the model describes them by a {type(moe).__name__}"
+    ranks = moe.moe_parallel_config.ep_size
+    if moe.num_local_experts * ranks != moe.num_experts:
+        return f"{moe.num_local_experts} experts on each of {ranks} ranks, of {moe.num_experts} that the router chooses from"
+    if moe.swiglu_limit is not None and not moe.swiglu_limit > 0:
+        return f"a SwiGLU limit of {moe.swiglu_limit}"
+    return ""
+
+
+def reason_against_a_step(runner: Any) -> str:
+    """Why a decode step may not choose this layer's experts itself, by a softmax over the largest logits, or an empty
+    text."""
+    router, experts, config = runner.router, runner.routed_experts, runner.moe_config
+    asked = {
+        f"a {type(router).__name__}": type(router) is not FusedTopKRouter,
+        "router weights that are not renormalized": not router.renormalize or not experts.renormalize,
+        f"router scores by {router.scoring_func}": router.scoring_func != "softmax"
+        or experts.scoring_func != "softmax",
+        "router weights on the experts' input": experts.apply_router_weight_on_input,
+        f"router logits in {config.router_logits_dtype}": config.router_logits_dtype is not config.in_dtype,
+        "scaled router weights": runner.routed_scaling_factor != 1.0 or experts.routed_scaling_factor != 1.0,
+        "shared experts": runner.shared_experts is not None,
+        "a gate of vLLM's runner": runner.gate is not None or runner.shared_expert_gate is not None,
+        "tokens transformed for the experts": runner.routed_input_transform is not None
+        or runner.routed_output_transform is not None,
+    }
+    return next((what for what, found in asked.items() if found), "")
+
+
 def reason_of_the_layer(
     moe: Any, experts: type[SM12xExperts], weight_key: Any, activation_key: Any, weights: str = "mxfp4"
 ) -> str:
     """Why ``experts`` do not take this layer, or their kernels cannot be had, or an empty text."""
     if moe.is_lora_enabled:
         return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
+    if reason := reason_of_the_config(moe):
+        return reason
     formats = mk.FusedMoEActivationFormat
     batched = moe.moe_parallel_config.use_batched_activation_format
     form = formats.BatchedExperts if batched else formats.Standard
-    supported, reason = experts.is_supported_config(experts, moe, weight_key, activation_key, form)
+    supported, why = experts.is_supported_config(experts, moe, weight_key, activation_key, form)
     if not supported:
-        return str(reason)
+        return str(why)
     sizes = moe.hidden_dim, moe.intermediate_size_per_partition
     return _fork_is_there() or build(torch.device(moe.device).type, *sizes, weights)
 
@@ -270,13 +456,14 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
 def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
     """The MoE method of a layer: this fork's, or vLLM's own with the reason said once."""
     moe = with_adapters_that_matter(moe)
-    reason = reason_against(moe, chosen)
+    quantized = chosen.moe_input == "mxfp8"
+    reason = reason_against(moe, chosen, SM12xQuantizedInputExperts if quantized else SM12xExperts)
     if reason:
         logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
         return VllmMoEMethod(moe, reason)
     activations = activations_of(moe, chosen)
     experts = SM12xAutoExperts if activations == "auto" else SM12xExperts
-    if (activations, chosen.moe_input) == ("a8", "mxfp8"):
+    if quantized:
         experts = SM12xQuantizedInputExperts
     return SM12xMoEMethod(moe, activations, experts, "default" if chosen.moe == Settings.moe else "chosen")
 
@@ -321,7 +508,6 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         table.log_once()
-        require_contiguous_experts(layer.expert_map, self.moe.moe_parallel_config.ep_rank, self.moe.num_local_experts)
         for name in ("w13_weight", "w13_weight_scale", "w13_bias"):
             _stack_up_over_gate(getattr(layer, name).data)
         for name in ("w13_weight_scale", "w2_weight_scale"):
@@ -338,11 +524,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
             experts_cls=self.experts_cls,
             routing_tables=layer._expert_routing_tables(),
         )
-        for name in CONSTANTS:
-            # Sleep mode at level 2 keeps only buffers.
-            tensor = getattr(self.moe_kernel.fused_experts, name, None)
-            if tensor is not None:
-                layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
+        self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 _built_for: Any = None  # vLLM's config when it last selected experts that a choice applies to
@@ -391,7 +573,6 @@ def install() -> None:
     """
     mxfp4.select_deepseek_v4_mxfp4_moe_backend = ours_first(mxfp4.select_deepseek_v4_mxfp4_moe_backend)
     quark_moe.select_mxfp4_moe_backend = ours_first(quark_moe.select_mxfp4_moe_backend)
-    to_type = flashinfer_cutlass_moe.activation_to_flashinfer_type
     prepare_gpt_oss = quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
 
     def prepared(**given: Any) -> Any:
@@ -401,13 +582,7 @@ def install() -> None:
             **{name: value for name, value in given.items() if not name.endswith("_input_scale")}
         )
 
-    def type_of(activation: MoEActivation) -> Any:
-        from flashinfer.tllm_enums import ActivationType
-
-        return ActivationType.SwigluStep if activation == MoEActivation.SWIGLUSTEP else to_type(activation)
-
     quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format = prepared
-    flashinfer_cutlass_moe.activation_to_flashinfer_type = type_of  # vLLM's table lacks it
 
 
 def require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:

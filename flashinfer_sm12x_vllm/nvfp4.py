@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import modelopt
@@ -35,10 +36,10 @@ ACTIVATIONS = (
 )
 
 
-class SM12xNvfp4Experts(moe.SM12xAutoExperts):
+class SM12xNvfp4Experts(moe.SM12xExperts):
     """NVFP4 experts with bfloat16 tokens, in the layout of vLLM's FlashInfer CUTLASS backend."""
 
-    FLAGS: ClassVar = {"use_w4_group_scaling": True}
+    READ: ClassVar = (*moe.SM12xExperts.READ, "g1_alphas", "g2_alphas")
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -48,15 +49,26 @@ class SM12xNvfp4Experts(moe.SM12xAutoExperts):
     def _supports_activation(activation: MoEActivation) -> bool:
         return activation in ACTIVATIONS
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replaces vLLM's, which multiplies global scales by those of quantized activations."""
-        moe.require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        return hidden_dim % moe.BLOCK_SIZE == 0  # vLLM pads it for other kernels alone
 
     def workspace_shapes(
-        self, M: int, N: int, K: int, *_unused: Any, **_named: Any
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """vLLM's takes tokens for packed ones, half as wide as the output."""
         return (M, K), (0,), (M, K)
+
+    def _mode(self) -> dict[str, bool]:
+        return {"use_w4_group_scaling": True}
 
     def _scales(self) -> list[Any]:
         return [self.w1_scale, self.g1_alphas, self.w2_scale, self.g2_alphas]
@@ -69,6 +81,8 @@ def reason_against(config: Any, activation_key: Any) -> str:
         return reason
     if config.in_dtype is not torch.bfloat16:
         return f"activations of {config.in_dtype}"
+    if config.has_bias:
+        return "biases, which vLLM's NVFP4 methods do not load"
     rows = 2 * config.intermediate_size_per_partition
     if config.is_act_and_mul and rows % ROWS_OF_SCALES:
         return (

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of transformers' gpt-oss with MXFP8 activations, as W4A8 has them: in float32, quantized where the
-contract says. And random weights."""
+contract says. Experts of other models, and random weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,3 +40,32 @@ def random_mxfp4(
     """Packed values of experts' matrices ``[rows, k]``, and linear scale bytes of three octaves from ``low`` on."""
     values = torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=generator)
     return values, torch.randint(low, low + 3, (experts, rows, k // 32), dtype=torch.uint8, generator=generator)
+
+
+def mixture(
+    given: torch.Tensor,
+    chances: torch.Tensor,
+    ids: torch.Tensor,
+    experts: list[dict[str, torch.Tensor]],
+    activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rounded: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Experts with matrices of gate (w1), up (w3) and down (w2) in float32; ``rounded`` is what becomes of an activation."""
+    output = torch.zeros(given.shape)
+    for token in range(len(given)):
+        for chance, number in zip(chances[token], ids[token].tolist(), strict=True):
+            matrices = experts[number]
+            inner = activate(matrices["w1"] @ given[token], matrices["w3"] @ given[token])
+            output[token] += chance * (matrices["w2"] @ rounded(inner))
+    return output
+
+
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, limit: float = float("inf")
+) -> torch.Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1 + torch.exp(-alpha * gate)) * (up + beta)
+
+
+def swiglu_step(gate: torch.Tensor, up: torch.Tensor, limit: float = 7.0) -> torch.Tensor:
+    return torch.minimum(gate / (1 + torch.exp(-gate)), torch.tensor(limit)) * up.clamp(-limit, limit)

@@ -76,15 +76,21 @@ def built(door: str, **options: Any) -> Any:
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    sizes = EXPERTS, TOP_K, HIDDEN, options.pop("inter", INTER)
+    sizes = EXPERTS, options.pop("top_k", TOP_K), options.pop("hidden", HIDDEN), options.pop("inter", INTER)
     with set_default_torch_dtype(options.pop("dtype", torch.bfloat16)):
         return FusedMoEFactory(*sizes, quant_config=quantization(door), prefix="model.layers.0.mlp.experts", **options)
 
 
 def load(layer: Any, config: Any, door: str, experts: list[dict[str, Expert]]) -> None:
-    """Load and prepare the experts as vLLM does, by the names of such a checkpoint."""
+    """Load and prepare the experts as vLLM does."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+    offer(layer, door, experts)
+    process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
+
+
+def offer(layer: Any, door: str, experts: list[dict[str, Expert]]) -> None:
+    """Give the experts to the layer's weight loaders, by the names of such a checkpoint."""
     parameters = {key.split(".")[-1]: parameter for key, parameter in layer.named_parameters()}
     modelopt = door.startswith("modelopt")
     for number, matrices in enumerate(experts):
@@ -101,7 +107,6 @@ def load(layer: Any, config: Any, door: str, experts: list[dict[str, Expert]]) -
             for suffix, tensor in given.items():
                 parameter = parameters[f"{'w2' if name == 'w2' else 'w13'}_{suffix}"]
                 parameter.weight_loader(parameter, tensor, f"{number}.{name}.{suffix}", name, number)
-    process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
 
 
 def reference(

@@ -44,9 +44,10 @@ def built(door: str, **options: Any) -> Any:
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    sizes = EXPERTS, options.pop("top_k", TOP_K), HIDDEN, INTER
     prefix = "model.layers.0.mlp.experts"
     with set_default_torch_dtype(torch.bfloat16):
-        return FusedMoEFactory(EXPERTS, TOP_K, HIDDEN, INTER, quant_config=quantization(door), prefix=prefix, **options)
+        return FusedMoEFactory(*sizes, quant_config=quantization(door), prefix=prefix, **options)
 
 
 def method_of(layer: Any) -> Any:
@@ -57,6 +58,12 @@ def load(layer: Any, config: Any, weights: dict[str, tuple[torch.Tensor, torch.T
     """Load and prepare the experts as vLLM does."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+    offer(layer, weights)
+    process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
+
+
+def offer(layer: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give the experts to the layer's weight loaders."""
     parameters = dict(layer.named_parameters())
     for name, (values, scales) in weights.items():
         stem = "w2" if name == "w2" else "w13"
@@ -64,7 +71,6 @@ def load(layer: Any, config: Any, weights: dict[str, tuple[torch.Tensor, torch.T
             (parameter,) = [p for key, p in parameters.items() if key.split(".")[-1] == f"{stem}_{suffix}"]
             for expert in range(EXPERTS):
                 parameter.weight_loader(parameter, tensor[expert], f"{name}.{suffix}", name, expert)
-    process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
 
 
 def reference(
