@@ -26,11 +26,14 @@ import functools
 import importlib
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,7 +160,6 @@ class VirtualDevice:
     tactics = INSTANCES  # it runs whatever it is given, Hopper's rows too
     is_cuda = False
 
-    sm_count = GB10.sm_count
     compute_capability = (12, 1)
     shared_memory_per_block_optin = 101376
 
@@ -171,10 +173,13 @@ class VirtualDevice:
         weak_memory: int = 0,
         late_copies: int = 0,
         planted: Mapping[str, str] | None = None,
+        sm_count: int = GB10.sm_count,
+        stream_sms: int = 0,
     ) -> None:
         vsm = _vsm()
         self.architecture = architecture
         self.strict = strict
+        self.sm_count = sm_count
         self.launches: list[Any] = []
         self.memo: dict[Any, Any] = {}
         self._runtime = vsm.activate_runtime()
@@ -189,6 +194,7 @@ class VirtualDevice:
         )
         self._runtime.weak_memory(weak_memory)
         self._runtime.late_copies(late_copies)
+        self._runtime.multiprocessors(sm_count, stream_sms)
         self._plants = bool(planted)
         if planted:
             self._runtime.plant(planted)
@@ -205,12 +211,19 @@ class VirtualDevice:
         Raises:
             The errors of building.
         """
+        from flashinfer.jit.sm12x import build as engine
         from flashinfer.jit.sm12x.modules import multiplies_in_half
 
-        key = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
+        known = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
+        key = (*known, self.sm_count)
         if key not in _modules:
             with compiling_for(self.architecture):
-                _modules[key] = generate(*arguments).build_and_load()
+                spec = generate(*arguments)
+                _modules[key] = spec.build_and_load()
+                if self.sm_count != GB10.sm_count:
+                    # A library asks for the number of SMs once. A copy of the file is another library.
+                    with tempfile.TemporaryDirectory() as folder:
+                        _modules[key] = spec.load(Path(shutil.copy(engine.find_library(spec.plan), folder)))
         return _modules[key]
 
     def empty(self, size: int) -> torch.Tensor:
@@ -318,6 +331,7 @@ class VirtualDevice:
         self._owned.clear()
         self._runtime.weak_memory(0)
         self._runtime.late_copies(0)
+        self._runtime.multiprocessors()
         if self._plants:
             self._runtime.plant({})
         else:
@@ -341,6 +355,8 @@ def virtual_device(
     weak_memory: int = 0,
     late_copies: int = 0,
     planted: Mapping[str, str] | None = None,
+    sm_count: int = GB10.sm_count,
+    stream_sms: int = 0,
 ) -> Iterator[VirtualDevice]:
     """A context in which operators on CPU tensors run their compiled kernels on a virtual GPU.
 
@@ -357,12 +373,14 @@ def virtual_device(
         late_copies: One asynchronous copy in 50 lands this many scheduler rounds (a step of each warp) late, after
             copies that were issued later. 0: none.
         planted: Faults for a test of the tests: text of the PTX -> text that replaces it.
+        sm_count: SMs of the device; a GB10 has 48.
+        stream_sms: SMs that each stream may use, as in a green context; 0: all.
 
     Yields:
         The device, with what it executed.
 
     Raises:
-        ValueError: no such architecture.
+        ValueError: no such architecture, or number of SMs.
         RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
             to do).
     """
@@ -371,7 +389,7 @@ def virtual_device(
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
         device = VirtualDevice(
-            architecture, strict, watch, threads, accumulation_bits, weak_memory, late_copies, planted
+            architecture, strict, watch, threads, accumulation_bits, weak_memory, late_copies, planted, sm_count, stream_sms
         )
         _stack.append(device)
     try:
