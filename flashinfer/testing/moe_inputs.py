@@ -160,7 +160,8 @@ def uneven_rows(pairs: int, experts: int, tile: int) -> dict[str, tuple[int, ...
 def _expert_ids(source: _Source, case: MoECase) -> torch.Tensor:
     if isinstance(case.routing, tuple):
         rows = torch.tensor(case.routing, device=source.device)
-        assert len(rows) == case.num_experts and int(rows.max()) <= case.num_tokens
+        assert len(rows) == case.num_experts
+        assert int(rows.max()) <= case.num_tokens, "an expert gets a token once"
         ids = torch.arange(len(rows), device=source.device).repeat_interleave(rows)
         ids = ids.view(case.top_k, case.num_tokens).t()  # a token's experts differ
         ids = ids.gather(1, source.uniform(*ids.shape).argsort(dim=1))

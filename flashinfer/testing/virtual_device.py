@@ -389,7 +389,16 @@ def virtual_device(
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
         device = VirtualDevice(
-            architecture, strict, watch, threads, accumulation_bits, weak_memory, late_copies, planted, sm_count, stream_sms
+            architecture,
+            strict,
+            watch,
+            threads,
+            accumulation_bits,
+            weak_memory,
+            late_copies,
+            planted,
+            sm_count,
+            stream_sms,
         )
         _stack.append(device)
     try:
