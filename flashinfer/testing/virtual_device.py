@@ -26,14 +26,11 @@ import functools
 import importlib
 import multiprocessing
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +48,7 @@ _ACCUMULATION_BITS = "VSM_ACCUMULATION_BITS"
 
 _lock = threading.RLock()
 _stack: list[VirtualDevice] = []
+_sm_counts: list[int] = []  # of the last device
 _modules: dict[Any, Any] = {}  # they stay loaded: their PTX is parsed once per process
 
 
@@ -177,6 +175,10 @@ class VirtualDevice:
         stream_sms: int = 0,
     ) -> None:
         vsm = _vsm()
+        if _modules and sm_count != _sm_counts[-1]:
+            raise RuntimeError(
+                f"sm_count is {sm_count}, and compiled modules of this process know {_sm_counts[-1]}: use a new process"
+            )
         self.architecture = architecture
         self.strict = strict
         self.sm_count = sm_count
@@ -195,6 +197,7 @@ class VirtualDevice:
         self._runtime.weak_memory(weak_memory)
         self._runtime.late_copies(late_copies)
         self._runtime.multiprocessors(sm_count, stream_sms)
+        _sm_counts[:] = [sm_count]
         self._plants = bool(planted)
         if planted:
             self._runtime.plant(planted)
@@ -211,19 +214,12 @@ class VirtualDevice:
         Raises:
             The errors of building.
         """
-        from flashinfer.jit.sm12x import build as engine
         from flashinfer.jit.sm12x.modules import multiplies_in_half
 
-        known = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
-        key = (*known, self.sm_count)
+        key = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
         if key not in _modules:
             with compiling_for(self.architecture):
-                spec = generate(*arguments)
-                _modules[key] = spec.build_and_load()
-                if self.sm_count != GB10.sm_count:
-                    # A library asks for the number of SMs once. A copy of the file is another library.
-                    with tempfile.TemporaryDirectory() as folder:
-                        _modules[key] = spec.load(Path(shutil.copy(engine.find_library(spec.plan), folder)))
+                _modules[key] = generate(*arguments).build_and_load()
         return _modules[key]
 
     def empty(self, size: int) -> torch.Tensor:
@@ -373,7 +369,8 @@ def virtual_device(
         late_copies: One asynchronous copy in 50 lands this many scheduler rounds (a step of each warp) late, after
             copies that were issued later. 0: none.
         planted: Faults for a test of the tests: text of the PTX -> text that replaces it.
-        sm_count: SMs of the device; a GB10 has 48.
+        sm_count: SMs of the device; a GB10 has 48. Compiled modules ask once, so all devices of a process with modules
+            have as many.
         stream_sms: SMs that each stream may use, as in a green context; 0: all.
 
     Yields:
@@ -381,7 +378,7 @@ def virtual_device(
 
     Raises:
         ValueError: no such architecture, or number of SMs.
-        RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
+        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
             to do).
     """
     _check_architecture(architecture)

@@ -73,6 +73,22 @@ def test_a_pair_of_gemms(device: VirtualDevice, row: Instance, routing: str) -> 
         check(device, row, pairs, 40, routing)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "row", [row for row in INSTANCES if row.token_tile == 8 and row.k_tile <= 256], ids=lambda row: row.name
+)
+def test_more_slots_of_a_token_than_lanes(device: VirtualDevice, row: Instance, rank: int) -> None:
+    """Some of a token's experts are another rank's, and so may all be."""
+    mode = 2 if row.activation == "bf16" else rank
+    for tokens, top_k in ((1, 33), (5, 70)):
+        case = MoECase(tokens, 96, 64, 96, top_k, mode, weights=row.weights, ep_size=2, ep_rank=rank)
+        inputs = make_moe_inputs(case, top_k)
+        if tokens > 1:
+            inputs.token_selected_experts[0] = -1
+        output = run_moe(device, inputs, mode, [row.index] * 2)
+        check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{case}, {row.name}")
+
+
 @pytest.mark.parametrize("routing", ["half on the last", "half on the first"])
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 def test_panels_of_an_expert(device: VirtualDevice, row: Instance, routing: str) -> None:

@@ -43,7 +43,7 @@ DENSE_K = sorted(
     {layer.hidden for layer in LAYERS} | {k for model in MODELS.values() for _, k in model.matrices.values()}
 )
 # Less than a share for each warp; shares of two sizes; a size that is no multiple of 16; more than L2 has room for.
-SIZES = [48, 16 * (SMS * 12 + 5) + 8, MOST_BYTES + 160]
+SIZES = {48: torch.int64, 16 * (SMS * 12 + 5) + 8: torch.bfloat16, MOST_BYTES + 160: torch.uint8}
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def prefetched(following: torch.Tensor) -> list[int]:
 def check(device: VirtualDevice, run: Callable[[torch.Tensor], None], kernel: str) -> set[int]:
     """Run with tensors of some sizes; the number of warps of a block that prefetch."""
     warps = set()
-    for size in SIZES:
+    for size, dtype in SIZES.items():
         following = device.empty(size)
         following.zero_()
-        run(following)
+        run(following.view(dtype))
         launch = device.launches[-1]
         assert kernel in launch.kernel
         assert launch.clean, launch
@@ -82,15 +82,19 @@ def check(device: VirtualDevice, run: Callable[[torch.Tensor], None], kernel: st
     return warps
 
 
-def stages_of(k: int, row: Instance) -> int:
-    """The stages of a MoE layer with that K, at most as many as there are warps that fill them: by their bytes of packed
-    rows and scales."""
-    if k < 1024:
-        return WARPS
-    scales = {"mxfp4": 32, "nvfp4": 16}[row.weights]
-    words = -(-k // 128) * (32 // scales)
-    tail = 512 * (row.token_tile // 8) if k % 128 else 0
-    stage = -(-(16 * k // 2 + words * 256 + 64 + tail) // 128) * 128
+def stage_bytes(row: Instance, parts: int, out: int, k: int) -> int:
+    """Packed rows of a work tile, their scales and biases, and sums of lanes beyond K (stream/params.h)."""
+    outputs, k_warps = 16 // parts, -(-k // row.k_tile)
+    groups = next(each for each in (4, 2, 1) if each * k_warps <= row.mma_warps and out % (each * outputs) == 0)
+    words = -(-k // 128) * (2 if row.weights == "nvfp4" else 1)
+    scales = parts * words * min(outputs * groups, 32) * 16
+    tail = groups * row.token_tile // 8 * 512 if k % 128 else 0
+    rows = -(-16 * groups * k // 2 // 128) * 128
+    return -(-(rows + scales + 64 * groups + tail) // 128) * 128
+
+
+def warps_that_prefetch(row: Instance, hidden: int, inter: int) -> int:
+    stage = max(stage_bytes(row, 2, inter, hidden), stage_bytes(row, 1, hidden, inter))
     return min((101376 - 6016) // stage, WARPS)
 
 
@@ -113,7 +117,7 @@ def test_a_layer(device: VirtualDevice, row: Instance, k: int) -> None:
         pytest.skip("the layer is a pair of GEMMs")
     for hidden, inter in ((k, 32), (64, k)):
         case = MoECase(1, hidden, inter, 2, 1, 2 if row.activation == "bf16" else 0, weights=row.weights)
-        assert warps_of_a_layer(device, row, case) == {stages_of(k, row)}, case
+        assert warps_of_a_layer(device, row, case) == {warps_that_prefetch(row, hidden, inter)}, case
 
 
 @pytest.mark.parametrize("k", DENSE_K)
