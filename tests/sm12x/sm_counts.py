@@ -74,6 +74,28 @@ def test_a_stream_of_experts(device: VirtualDevice, name: str) -> None:
                 assert device.launches[-1].grid[0] == DEVICE_SMS
 
 
+# Pipelines of 14, 10, 9, 8, 6, 5, 4, 3 and 2 stages; NVFP4's have fewer.
+@pytest.mark.parametrize("k", [96, 160, 192, 224, 288, 352, 416, 640, 736])
+@pytest.mark.parametrize("name", ["stream_bf16_m8", "stream_mxfp8_as_bf16_m16", "nvfp4_stream_bf16_m8"])
+def test_pipelines_of_each_depth(device: VirtualDevice, name: str, k: int) -> None:
+    """A block comes to each stage several times, and the last time to a part of them."""
+    if SMS > 1:
+        pytest.skip("blocks of one SM have enough work")
+    row = INSTANCES[index_of(name)]
+    mode = 2 if row.activation == "bf16" else 0
+    check_layer(device, MoECase(37, k, 160, 3, 1, mode, weights=row.weights), row.index)
+    check_layer(device, MoECase(11, 160, k, 3, 1, mode, weights=row.weights), row.index)
+
+
+@pytest.mark.parametrize("k", [96, 288, 640, 1056, 1536, 2048, 2560, 2880])
+def test_pipelines_of_dense_streams(device: VirtualDevice, k: int) -> None:
+    """Whole rows and parts of rows."""
+    if SMS > 1:
+        pytest.skip("blocks of one SM have enough work")
+    for name in ("dense_mxfp4_m8_w2", "dense_mxfp4_m16_w2"):
+        check_dense(DenseCase(19, 16 * 13 - 3, k), DENSE[name])
+
+
 @pytest.mark.parametrize("name", ["mxfp8_m8_k128", "bf16_m8_k128", "mxfp8_m128_k128"])
 def test_a_pair_of_gemms(device: VirtualDevice, name: str) -> None:
     row = INSTANCES[index_of(name)]

@@ -26,7 +26,7 @@ def test_each_operator(sms: str) -> None:
         command, env={**os.environ, "FLASHINFER_TEST_SMS": sms}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+    assert ("skipped" in done.stdout) == (sms != "1,0")  # some checks need one SM
 
 
 def test_other_numbers_are_refused() -> None:
