@@ -89,6 +89,7 @@ def run_moe(
     mode: int,
     tactics: Sequence[int] | None = None,
     workspace: torch.Tensor | None = None,
+    next_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
@@ -100,7 +101,7 @@ def run_moe(
     if workspace is None:
         workspace = device.empty(sm12x_launch.workspace_bytes(device, problem, in_bf16))
     known = {name: value for name, value in inputs.arguments().items() if name in MoECall._fields}
-    call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output)  # type: ignore[arg-type]
+    call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output, next_weights=next_weights)  # type: ignore[arg-type]
     sm12x_launch.launch(device, problem, call, workspace, pair)
     return output
 

@@ -42,8 +42,10 @@ class MoECase:
     data : str
         ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers and
         scales over two octaves, for which FC1's float32 sums are exact in any order.
-    routing : str
-        ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter).
+    routing : str or tuple
+        ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter); or
+        the number of tokens that each expert gets, as :func:`uneven_rows` gives them: ``num_tokens * top_k`` in all, and
+        at most ``num_tokens`` for one.
     swiglu_parameters, swiglu_step, swiglu_limit_alone : bool
         Whether alpha, beta and limit are given; whether the activation is SwigluStep, which has only a limit; whether
         Swiglu has only a limit.
@@ -58,7 +60,7 @@ class MoECase:
     top_k: int
     mode: int
     data: Data = "normal"
-    routing: Routing = "uniform"
+    routing: Routing | tuple[int, ...] = "uniform"
     swizzled_input_sf: bool = True
     biases: bool = True
     swiglu_parameters: bool = True
@@ -127,7 +129,43 @@ def _nvfp4_weights(
     return packed, swizzle_scales(linear.to(torch.uint8)), spread * centre.float().to(source.device)
 
 
+def uneven_rows(pairs: int, experts: int, tile: int) -> dict[str, tuple[int, ...]]:
+    """How many of ``pairs`` (token, slot) pairs each expert gets, in ways that differ in the tiles of ``tile`` tokens that
+    they make: full, partly filled and narrow ones in each order, experts without a row, and one with half of all."""
+
+    def filled(rows: list[int]) -> tuple[int, ...]:
+        """At most ``pairs``, in order; what is left goes to the last expert."""
+        taken = []
+        for count in [*rows, *[0] * experts][:experts]:
+            taken.append(min(count, pairs - sum(taken)))
+        taken[-1] += pairs - sum(taken)
+        return tuple(taken)
+
+    half, others = pairs // 2, max((pairs + 1) // 2 // max(experts - 1, 1), 1)
+    ascending = filled(list(range(experts)))
+    around = [max(count, 1) for count in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1, 8, 9)]
+    first = filled([half, *[others] * (experts - 2)])
+    return {
+        "half on the first": first,
+        "half on the last": first[::-1],
+        "all on the last": filled([]),
+        "ascending": ascending,
+        "descending": ascending[::-1],
+        "gaps, around a tile": filled([around[e // 2 % len(around)] * (e % 2) for e in range(experts)]),
+        "narrow, then full": filled([1 + e % min(8, tile) if e < experts // 2 else tile for e in range(experts)]),
+        "one each, the rest on the last": filled([1] * experts),
+    }
+
+
 def _expert_ids(source: _Source, case: MoECase) -> torch.Tensor:
+    if isinstance(case.routing, tuple):
+        rows = torch.tensor(case.routing, device=source.device)
+        assert len(rows) == case.num_experts
+        assert int(rows.max()) <= case.num_tokens, "an expert gets a token once"
+        ids = torch.arange(len(rows), device=source.device).repeat_interleave(rows)
+        ids = ids.view(case.top_k, case.num_tokens).t()  # a token's experts differ
+        ids = ids.gather(1, source.uniform(*ids.shape).argsort(dim=1))
+        return ids[source.uniform(case.num_tokens).argsort()].to(torch.int32).contiguous()
     scores = source.uniform(case.num_tokens, case.num_experts)
     if case.routing == "one_expert":
         scores = scores[:1].expand(case.num_tokens, -1)

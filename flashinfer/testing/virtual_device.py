@@ -48,6 +48,7 @@ _ACCUMULATION_BITS = "VSM_ACCUMULATION_BITS"
 
 _lock = threading.RLock()
 _stack: list[VirtualDevice] = []
+_sm_counts: list[int] = []  # of the last device
 _modules: dict[Any, Any] = {}  # they stay loaded: their PTX is parsed once per process
 
 
@@ -157,7 +158,6 @@ class VirtualDevice:
     tactics = INSTANCES  # it runs whatever it is given, Hopper's rows too
     is_cuda = False
 
-    sm_count = GB10.sm_count
     compute_capability = (12, 1)
     shared_memory_per_block_optin = 101376
 
@@ -171,10 +171,17 @@ class VirtualDevice:
         weak_memory: int = 0,
         late_copies: int = 0,
         planted: Mapping[str, str] | None = None,
+        sm_count: int = GB10.sm_count,
+        stream_sms: int = 0,
     ) -> None:
         vsm = _vsm()
+        if _modules and sm_count != _sm_counts[-1]:
+            raise RuntimeError(
+                f"sm_count is {sm_count}, and compiled modules of this process know {_sm_counts[-1]}: use a new process"
+            )
         self.architecture = architecture
         self.strict = strict
+        self.sm_count = sm_count
         self.launches: list[Any] = []
         self.memo: dict[Any, Any] = {}
         self._runtime = vsm.activate_runtime()
@@ -189,6 +196,8 @@ class VirtualDevice:
         )
         self._runtime.weak_memory(weak_memory)
         self._runtime.late_copies(late_copies)
+        self._runtime.multiprocessors(sm_count, stream_sms)
+        _sm_counts[:] = [sm_count]
         self._plants = bool(planted)
         if planted:
             self._runtime.plant(planted)
@@ -318,6 +327,7 @@ class VirtualDevice:
         self._owned.clear()
         self._runtime.weak_memory(0)
         self._runtime.late_copies(0)
+        self._runtime.multiprocessors()
         if self._plants:
             self._runtime.plant({})
         else:
@@ -341,6 +351,8 @@ def virtual_device(
     weak_memory: int = 0,
     late_copies: int = 0,
     planted: Mapping[str, str] | None = None,
+    sm_count: int = GB10.sm_count,
+    stream_sms: int = 0,
 ) -> Iterator[VirtualDevice]:
     """A context in which operators on CPU tensors run their compiled kernels on a virtual GPU.
 
@@ -357,13 +369,16 @@ def virtual_device(
         late_copies: One asynchronous copy in 50 lands this many scheduler rounds (a step of each warp) late, after
             copies that were issued later. 0: none.
         planted: Faults for a test of the tests: text of the PTX -> text that replaces it.
+        sm_count: SMs of the device; a GB10 has 48. Compiled modules ask once, so all devices of a process with modules
+            have as many.
+        stream_sms: SMs that each stream may use, as in a green context; 0: all.
 
     Yields:
         The device, with what it executed.
 
     Raises:
-        ValueError: no such architecture.
-        RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
+        ValueError: no such architecture, or number of SMs.
+        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
             to do).
     """
     _check_architecture(architecture)
@@ -371,7 +386,16 @@ def virtual_device(
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
         device = VirtualDevice(
-            architecture, strict, watch, threads, accumulation_bits, weak_memory, late_copies, planted
+            architecture,
+            strict,
+            watch,
+            threads,
+            accumulation_bits,
+            weak_memory,
+            late_copies,
+            planted,
+            sm_count,
+            stream_sms,
         )
         _stack.append(device)
     try:

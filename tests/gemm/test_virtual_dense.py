@@ -189,6 +189,23 @@ def test_every_code_and_scale_of_a_weight(device: VirtualDevice, form: str, kind
     assert torch.isfinite(out).any()
 
 
+# A block of 512 threads rounds a row in eights, dequantizes it in words and pads its scales byte by byte: rows for which
+# each thread comes twice, some three times.
+@pytest.mark.parametrize(
+    ("name", "tokens", "k"),
+    [
+        ("dense_mxfp4_m64_gemm_mxfp8", "quantize_bf16", 4192),
+        ("dense_mxfp4_m64_gemm_mxfp8", "quantize_f16", 8224),
+        ("dense_mxfp4_m64_gemm_mxfp8", "mxfp4", 8224),
+        ("dense_mxfp4_m64_gemm_mxfp8", "mxfp8_linear", 16_416),
+        ("dense_mxfp4_m64_gemm_mxfp4", "bf16_to_mxfp4", 8224),
+        ("dense_mxfp4_m32_gemm", "quantize_bf16", 8224),
+    ],
+)
+def test_rows_longer_than_a_block_of_threads(device: VirtualDevice, name: str, tokens: str, k: int) -> None:
+    check(device, DenseCase(2, 8, k, tokens=tokens), k, name)
+
+
 @EACH_FORMAT
 def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, name: str, tokens: str) -> None:
     out_dtype = torch.float16 if "16" in tokens else torch.float32

@@ -37,7 +37,15 @@ from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
-from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, SM12X, STREAM_PAIRS
+from flashinfer.sm12x.instances import (
+    DENSE_INSTANCES,
+    GEMM_INSTANCES,
+    IN_KERNEL_PAIRS,
+    INSTANCES,
+    MAX_EXPERTS,
+    SM12X,
+    STREAM_PAIRS,
+)
 from flashinfer.sm12x.models import MOE_LAYERS, NVFP4_LAYERS
 from flashinfer.testing import (
     DenseCase,
@@ -52,6 +60,7 @@ from flashinfer.testing import (
     normed_dense_reference,
 )
 from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
+from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.moe_layers import case_of
 from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 from flashinfer_sm12x_doctor.probe.timing import captured
@@ -119,6 +128,32 @@ def most_pairs_cases(extra: bool) -> list[Work]:
             case = MoECase(*sizes, relu2=relu2, weights=weights)  # type: ignore[arg-type]
             streams = [pair for pair in tactics_of(case, extra) if pair is None or ROWS[pair[0]].streamed]
             work.append(("most_pairs", case, streams))
+    return work
+
+
+def routing_cases(quick: bool, extra: bool) -> list[Work]:
+    """Uneven routings, around the tiles of 8 to 128 tokens, at the numbers of pairs where kernels route in another way
+    and at the most of a stream; every instance forced."""
+    work: list[Work] = []
+    sizes = ((FEW_PAIRS, 6), (FEW_PAIRS + 1, 40), (IN_KERNEL_PAIRS, 40), (IN_KERNEL_PAIRS + 1, 40))
+    for pairs, experts in (*sizes, (STREAM_PAIRS, 96), (STREAM_PAIRS, MAX_EXPERTS), (2200, 5)):
+        for tile in (16, 64) if quick else (8, 16, 24, 32, 40, 64, 128):
+            for number, rows in enumerate(uneven_rows(pairs, experts, tile).values()):
+                top_k = 2 if pairs % 2 == 0 and max(rows) <= pairs // 2 else 1
+                one = KINDS[(number + tile // 8) % len(KINDS)]
+                for mode, weights in [one] if quick or pairs == STREAM_PAIRS else KINDS:
+                    case = MoECase(
+                        pairs // top_k,
+                        416,
+                        352,
+                        experts,
+                        top_k,
+                        mode,
+                        routing=rows,
+                        relu2=number % 4 == 3,
+                        weights=weights,
+                    )
+                    work.append(("routings", case, tactics_of(case, extra)))
     return work
 
 
@@ -329,6 +364,45 @@ def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> i
     return runs
 
 
+def ahead_cases(options: argparse.Namespace) -> int:
+    """Layers of each model at one and four tokens, and dense layers of their K, with and without the next weights: the
+    same bits, also from a graph; every stream forced. The number of runs, raises on a violation."""
+    begin, runs = time.time(), 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    most = torch.cuda.get_device_properties(device).L2_cache_size // 12
+    following = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (48, 123_456, most + 160)]
+    layers = MOE_LAYERS | NVFP4_LAYERS
+    for name, layer in layers.items():
+        for mode, weights in KINDS:
+            if time.time() - begin > options.time_limit:
+                print(f"time limit: {name} and what follows not run")
+                return runs
+            case = case_of(layer, 4 if mode else 1, mode, weights=weights, num_experts=4 * layer.top_k)
+            inputs = make_moe_inputs(case, options.seed, device)
+            for pair in tactics_of(case, options.extra_instances):
+                if pair and not ROWS[pair[0]].streamed:
+                    continue
+                call = functools.partial(moe_step, **inputs.arguments(), profile_ids=pair)
+                plain = call()
+                for tensor in following:
+                    graph_output: list[torch.Tensor] = []
+                    graph = captured(lambda: graph_output.append(call(next_weights=tensor)))  # noqa: B023
+                    graph.replay()
+                    for result in (call(next_weights=tensor), graph_output[-1]):
+                        assert same_bits(plain, result), f"{name}, {case}, profile_ids {pair}: other bits"
+                        runs += 1
+    for k in sorted({layer.hidden for layer in layers.values()}):
+        for row in (row for row in DENSE_INSTANCES if row.streamed and row.longest_k >= k):
+            dense = make_dense_inputs(DenseCase(row.token_tile, 5120, k, row.weights), options.seed)
+            tensors = [tensor.to(device) for tensor in dense.arguments]
+            named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in dense.named.items()}
+            run = functools.partial(dense_block_scaled, *tensors, **named, tactic=row.name)
+            for tensor in following:
+                assert same_bits(run(), run(next_weights=tensor)), f"{row.name}, K {k}: other bits"
+                runs += 1
+    return runs
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few cases")
@@ -356,6 +430,7 @@ def main(argv: list[str] | None = None) -> int:
     count = 20 if options.quick else 200
     work = instance_cases(options.extra_instances)
     work += most_pairs_cases(options.extra_instances)
+    work += routing_cases(options.quick, options.extra_instances)
     work += random_cases(rng, count, options.quick, options.extra_instances)
     work += model_cases(options.quick, options.extra_instances)
     if options.only:
@@ -403,6 +478,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.only in (None, "steps"):
         try:
             step_runs = step_cases(rng, 15 if options.quick else 100, options)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {error}", flush=True)
+    if options.only in (None, "ahead"):
+        try:
+            step_runs += ahead_cases(options)
         except Exception as error:
             failures += 1
             print(f"FAILED {error}", flush=True)

@@ -40,7 +40,7 @@ def off(tensor: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 # gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk; experts
-# that leave columns idle, as many as may be, and no multiple of a warp's lanes; as many as are chosen; blocks with several
+# that leave columns idle, as many as may be, no multiple of a warp's lanes, and one fewer and one more than that; as many as are chosen; blocks with several
 # groups of experts, the last of which have fewer; both.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
@@ -52,6 +52,10 @@ def off(tensor: torch.Tensor, elements: int) -> torch.Tensor:
         (9, 8, 6, 1),
         (2, 64, 512, 32),
         (3, 64, 70, 32),
+        (2, 64, 31, 31),
+        (2, 64, 33, 32),
+        (3, 64, 65, 32),
+        (2, 64, 481, 32),
         (70, 264, 70, 4),
         (50, 3656, 70, 4),
     ],

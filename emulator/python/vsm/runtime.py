@@ -61,6 +61,7 @@ class Runtime:
             "vsm_runtime_free": (None, (handle,)),
             "vsm_runtime_clock": (ctypes.c_double, ()),
             "vsm_runtime_reset": (None, ()),
+            "vsm_runtime_multiprocessors": (ctypes.c_int, (ctypes.c_int, ctypes.c_int)),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(library, name)
@@ -130,6 +131,16 @@ class Runtime:
         )
         if answer != 0:
             raise VsmError(f"architecture is {chosen.architecture!r}; the virtual GPU can be 'sm_121a' or 'sm_90a'")
+
+    def multiprocessors(self, device: int = 0, stream: int = 0) -> None:
+        """Set the SMs of the device (0: as many as its model has) and of every stream (0: all; fewer: each stream is of
+        a green context). Resets the device. A library may remember what it was told before.
+
+        Raises:
+            ValueError: there are no such numbers.
+        """
+        if self._library.vsm_runtime_multiprocessors(device, stream) != 0:
+            raise ValueError(f"{device} SMs, of which a stream has {stream}: neither may be negative, a stream's no more")
 
     def register(self, address: int, size: int, read_only: bool = False) -> None:
         """Let kernels access memory that somebody else owns, a CPU tensor for example. Counted per address."""

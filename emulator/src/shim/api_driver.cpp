@@ -106,6 +106,20 @@ int vsm_cu_ctx_get_current(void** context) {
   return context ? (*context = &Runtime::get(), abi::kSuccess) : abi::kInvalidValue;
 }
 int vsm_cu_ctx_get_device(int* device) { return vsm_cu_device_get(device, 0); }
+/// A stream's green context, whose handle is the runtime's address; null where the stream may use all SMs.
+int vsm_cu_stream_get_green_ctx(void*, void** context) {
+  if (!context) return abi::kInvalidValue;
+  *context = Runtime::get().stream_multiprocessors() > 0 ? &Runtime::get() : nullptr;
+  return abi::kSuccess;
+}
+int vsm_cu_green_ctx_get_dev_resource(void* context, abi::DeviceResource* resource, int type) {
+  if (context != &Runtime::get() || !resource) return abi::kInvalidValue;
+  if (type != abi::kResourceSm) return abi::kNotSupported;
+  *resource = {};
+  resource->type = type;
+  resource->sm_count = static_cast<unsigned>(Runtime::get().stream_multiprocessors());
+  return abi::kSuccess;
+}
 int vsm_cu_get_error_string(int code, const char** text) {
   return text ? (*text = cudaGetErrorString(code), abi::kSuccess) : abi::kInvalidValue;
 }
@@ -140,6 +154,8 @@ int driver_entry_point(const char* name, void** out, unsigned version, int* stat
       entry("cuDeviceGetAttribute", vsm_cu_device_get_attribute, 2000),
       entry("cuCtxGetCurrent", vsm_cu_ctx_get_current, 4000),
       entry("cuCtxGetDevice", vsm_cu_ctx_get_device, 2000),
+      entry("cuStreamGetGreenCtx", vsm_cu_stream_get_green_ctx, 12040),
+      entry("cuGreenCtxGetDevResource", vsm_cu_green_ctx_get_dev_resource, 12040),
       entry("cuGetErrorString", vsm_cu_get_error_string, 6000),
       entry("cuGetErrorName", vsm_cu_get_error_name, 6000),
   };

@@ -198,6 +198,12 @@ void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t
     std::memcpy(accumulation_bits, &settings.accumulation_bits, sizeof(settings.accumulation_bits));
 }
 
+int vsm_runtime_multiprocessors(int device, int stream) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  return runtime.set_multiprocessors(device, stream) ? 0 : -1;
+}
+
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());

@@ -23,6 +23,9 @@ int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t w
 /* Current settings: any pointer may be NULL. The string lives until the next configure. */
 void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch,
                           uint64_t* max_warp_instructions, int* strict, int* log, uint8_t* accumulation_bits);
+/* SMs of the device (0: as many as its model has), and of each stream (0: all of them; fewer: the stream is of a green
+   context). Resets. Returns 0, or -1 where there are no such numbers. */
+int vsm_runtime_multiprocessors(int device, int stream);
 /* Makes host memory accessible to kernels, as if cudaMalloc had given it. Counted per address. */
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
 int vsm_runtime_unregister(uint64_t address);

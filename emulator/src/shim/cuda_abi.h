@@ -193,4 +193,13 @@ struct DeviceProperties {
   int reserved[56];
 };
 
+/// CUdevResource of SMs.
+struct DeviceResource {
+  int type;
+  unsigned char padding[92];
+  unsigned sm_count, least_partition, alignment;
+  unsigned char rest[36];
+};
+enum { kResourceSm = 1 };
+
 }  // namespace vsm::abi

@@ -115,6 +115,17 @@ bool Runtime::set_architecture(const std::string& name) {
   return true;
 }
 
+bool Runtime::set_multiprocessors(int device, int stream) {
+  Limits model;
+  limits_of(settings_.architecture, &model);
+  if (device == 0) device = model.num_sms;
+  if (device < 1 || stream < 0 || stream > device) return false;
+  reset();
+  limits_.num_sms = device;
+  stream_multiprocessors_ = stream;
+  return true;
+}
+
 void Runtime::plant(std::vector<std::pair<std::string, std::string>> replacements) {
   reset();
   for (Binary* binary : binaries_) binary->program.reset();

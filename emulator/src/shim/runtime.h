@@ -126,6 +126,10 @@ class Runtime {
   void reset();
   /// Takes another architecture: resets.
   bool set_architecture(const std::string& name);
+  /// SMs of the device, 0: its model's; and of each stream, 0: all. False where there are no such numbers; resets.
+  bool set_multiprocessors(int device, int stream);
+  /// SMs of each stream, if they are of a green context; else 0.
+  int stream_multiprocessors() const { return stream_multiprocessors_; }
   /// Reads all PTX anew with these in Settings::planted, to plant faults. Resets.
   void plant(std::vector<std::pair<std::string, std::string>> replacements);
   /// How often they were put in since.
@@ -197,6 +201,7 @@ class Runtime {
   Settings settings_;
   uint64_t planted_ = 0;
   Limits limits_;
+  int stream_multiprocessors_ = 0;
   std::unique_ptr<Device> device_;
   int sticky_ = abi::kSuccess;
   std::string explanation_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Compiled against the toolkit's headers: the shim's own declarations have CUDA's sizes, offsets and values.
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -63,6 +64,10 @@ SAME_OFFSET(cudaDeviceProp, maxBlocksPerMultiProcessor, DeviceProperties, max_bl
 SAME_OFFSET(cudaDeviceProp, reservedSharedMemPerBlock, DeviceProperties, reserved_shared_mem_per_block);
 SAME_OFFSET(cudaDeviceProp, memoryPoolsSupported, DeviceProperties, memory_pools_supported);
 SAME_OFFSET(cudaDeviceProp, clusterLaunch, DeviceProperties, cluster_launch);
+
+SAME_SIZE(CUdevResource, DeviceResource);
+SAME_OFFSET(CUdevResource, sm.smCount, DeviceResource, sm_count);
+SAME_VALUE(CU_DEV_RESOURCE_TYPE_SM, kResourceSm);
 
 SAME_VALUE(cudaSuccess, kSuccess);
 SAME_VALUE(cudaErrorInvalidValue, kInvalidValue);
