@@ -67,6 +67,7 @@ def of_rows(rows: torch.Tensor, blocks: int) -> torch.Tensor:
 
 def small_integers(shape: torch.Size, exponent: int) -> torch.Tensor:
     """1 to 3 times a power of two, either sign."""
+    print("seed of the integers", 1)
     values = torch.randint(1, 4, shape, generator=torch.Generator().manual_seed(1)).float()
     return values * (1 - 2 * (torch.arange(values.numel()) % 3 == 0).float().view(shape)) * 2.0**exponent
 
