@@ -401,7 +401,8 @@ def reason_of_the_config(moe: Any) -> str:
         return f"the model describes them by a {type(moe).__name__}"
     ranks = moe.moe_parallel_config.ep_size
     if moe.num_local_experts * ranks != moe.num_experts:
-        return f"{moe.num_local_experts} experts on each of {ranks} ranks, of {moe.num_experts} that the router chooses from"
+        found = f"{moe.num_local_experts} experts on each of {ranks} ranks"
+        return f"{found}, of {moe.num_experts} that the router chooses from"
     if moe.swiglu_limit is not None and not moe.swiglu_limit > 0:
         return f"a SwiGLU limit of {moe.swiglu_limit}"
     return ""
