@@ -55,8 +55,8 @@ BLOCK_SIZE = 32
 CHOSEN = "chosen"  # the reason of a user who left the experts to vLLM
 # Modules of --lora-target-modules, by the last part of their names, whose adapters leave experts as they are.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-# vLLM's activations: the operator's name for each, and the parameters of vLLM's that it has. vLLM's SILU has a limit alone,
-# even where the model's configuration has alpha and beta.
+# vLLM's activations: the operator's name for each, and the parameters that vLLM's has. SILU has a limit alone, even
+# where the model's configuration has alpha and beta.
 ACTIVATIONS = {
     MoEActivation.SILU: ("Swiglu", ("clamp_limit",)),
     MoEActivation.SWIGLUOAI: ("Swiglu", ("alpha", "beta", "clamp_limit")),
@@ -69,7 +69,8 @@ OFF = '{"sm12x": {"moe": "vllm"}} leaves the experts to vLLM'
 
 
 class SM12xExperts(FlashInferExperts):
-    """gpt-oss's experts on ``cutlass_fused_moe``, given bf16: the layer quantizes inside (W4A8) or not at all (W4A16)."""
+    """gpt-oss's experts on ``cutlass_fused_moe``, given bf16: the layer quantizes inside (W4A8) or not at all
+    (W4A16)."""
 
     READ: ClassVar[tuple[str, ...]] = ("w1_scale", "w2_scale", "w1_bias", "w2_bias")
     """The tensors of vLLM's quantization config that a call reads."""
@@ -105,8 +106,8 @@ class SM12xExperts(FlashInferExperts):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        """Tokens of other ranks come by all-gather or not at all: other all-to-alls have ids, scales and weights of their
-        own."""
+        """Tokens of other ranks come by all-gather or not at all: other all-to-alls have ids, scales and weights of
+        their own."""
         parallel = moe_parallel_config
         gathers = not parallel.use_all2all_kernels or parallel.use_ag_rs_all2all_kernels
         return gathers and not parallel.use_passthrough_all2all
@@ -116,13 +117,14 @@ class SM12xExperts(FlashInferExperts):
         return True
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what the layer has by now, and give it the tensors that CUDA graphs will read (:func:`keep_tensors`)."""
+        """Check the layer's experts and biases, and give it the tensors that CUDA graphs will read
+        (:func:`keep_tensors`)."""
         require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
         found = {self.moe_config.has_bias, self.w1_bias is not None, self.w2_bias is not None}
         if len(found) > 1:
             raise ValueError(
-                f"the model {'has' if self.moe_config.has_bias else 'has no'} biases in its experts, and vLLM's method gives "
-                f"{'one' if self.w1_bias is not None else 'none'} for FC1 and "
+                f"the model {'has' if self.moe_config.has_bias else 'has no'} biases in its experts, and vLLM's method "
+                f"gives {'one' if self.w1_bias is not None else 'none'} for FC1 and "
                 f"{'one' if self.w2_bias is not None else 'none'} for FC2; {OFF}"
             )
         self.expert_map = layer.expert_map
@@ -288,10 +290,10 @@ def require_known_format(config: Any, read: tuple[str, ...]) -> None:
 def keep_tensors(layer: Any, experts: SM12xExperts) -> None:
     """Make all tensors that ``experts`` read those of ``layer``, whose method was given them by ``experts``' kernel.
 
-    Captured CUDA graphs have their addresses. After sleep mode's level 2 vLLM brings buffers back; when it loads weights anew
-    it prepares other tensors and copies these into the parameters of the first load. So constants become buffers, tensors
-    that are made of weights and that vLLM's method did not register become parameters, and the first load's kernel, which
-    reads these, stays the layer's.
+    Captured CUDA graphs hold their addresses. After sleep mode's level 2 vLLM restores buffers. When it loads weights
+    anew it prepares other tensors and copies these into the parameters of the first load. So constants become buffers,
+    tensors that are made of weights and that vLLM's method did not register become parameters, and the first load's
+    kernel, which reads these, stays the layer's.
     """
     own = {
         tensor.untyped_storage().data_ptr()
@@ -399,7 +401,8 @@ def reason_of_the_config(moe: Any) -> str:
         return f"the model describes them by a {type(moe).__name__}"
     ranks = moe.moe_parallel_config.ep_size
     if moe.num_local_experts * ranks != moe.num_experts:
-        return f"{moe.num_local_experts} experts on each of {ranks} ranks, of {moe.num_experts} that the router chooses from"
+        found = f"{moe.num_local_experts} experts on each of {ranks} ranks"
+        return f"{found}, of {moe.num_experts} that the router chooses from"
     if moe.swiglu_limit is not None and not moe.swiglu_limit > 0:
         return f"a SwiGLU limit of {moe.swiglu_limit}"
     return ""

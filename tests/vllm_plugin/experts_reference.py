@@ -50,7 +50,7 @@ def mixture(
     activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rounded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Experts with matrices of gate (w1), up (w3) and down (w2) in float32; ``rounded`` is what becomes of an activation."""
+    """Experts with matrices of gate (w1), up (w3) and down (w2) in float32; ``rounded`` rounds an activation."""
     output = torch.zeros(given.shape)
     for token in range(len(given)):
         for chance, number in zip(chances[token], ids[token].tolist(), strict=True):

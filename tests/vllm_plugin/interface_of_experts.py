@@ -20,6 +20,7 @@ ROCM = "harmless: set on ROCm alone"
 LOADERS = "harmless: for vLLM's weight loaders"
 BY_ALL2ALL = "refused: use_all2all_kernels"
 RUNNERS = "harmless: vLLM's runner does it behind the experts, and decode steps call the runner's reduction"
+GATHERED = "harmless: vLLM gathers tokens before the experts; decode steps leave such a server to vLLM"
 SCRATCH = "harmless: scratch memory that the operator does not need"
 DEFERRED = "harmless: models ask it of vLLM's TRTLLM experts alone; a hook that they set is refused"
 
@@ -69,7 +70,7 @@ TABLE: dict[str, dict[str, str]] = {
         "w2_zp": "refused",
         "supports_lora": "harmless: false, so vLLM leaves the layer to others where adapters may change it",
         "supports_packed_ue8m0_act_scales": "harmless: false, so vLLM does not pack scales",
-        "moe_problem_size": "harmless: for the shapes of workspaces and outputs, which workspace_shapes gives by tokens",
+        "moe_problem_size": "harmless: for the shapes of workspaces and outputs, which depend on tokens alone",
         "workspace_dtype": "harmless: the output's dtype, which is the tokens'",
         "output_hidden_dim": "harmless: the hidden size as it is; vLLM's runner cuts its padding off",
         "workspace_shapes": "taken",
@@ -119,10 +120,10 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "FusedMoEParallelConfig": {
         **dict.fromkeys(("tp_size", "tp_rank", "ep_size", "ep_rank", "dp_size"), "taken"),
-        "pcp_size": "harmless: vLLM gathers tokens in front of the experts; decode steps leave such a server to vLLM",
+        "pcp_size": GATHERED,
         "pcp_rank": "harmless: vLLM gathers tokens in front of the experts",
         "dp_rank": "harmless: vLLM gathers tokens in front of the experts",
-        "sp_size": "harmless: vLLM gathers tokens in front of the experts; decode steps leave such a server to vLLM",
+        "sp_size": GATHERED,
         "use_ep": "harmless: ep_size is 1 without it",
         "all2all_backend": "taken: use_ag_rs_all2all_kernels",
         "enable_eplb": "refused",
@@ -213,7 +214,7 @@ TABLE: dict[str, dict[str, str]] = {
         "quant_config": "harmless: it makes the method, whose choice of experts this plugin is asked in",
         "tp_size": "taken",
         "dp_size": "taken",
-        "pcp_size": "harmless: vLLM gathers tokens in front of the experts; decode steps leave such a server to vLLM",
+        "pcp_size": GATHERED,
         "prefix": LOADERS,
         "router": "taken",
         "scoring_func": "taken",
@@ -229,7 +230,7 @@ TABLE: dict[str, dict[str, str]] = {
         "enable_eplb": "refused",
         "num_redundant_experts": "refused: enable_eplb",
         "has_bias": "taken",
-        "is_sequence_parallel": "harmless: vLLM gathers tokens in front of the experts; decode steps leave such a server to vLLM",
+        "is_sequence_parallel": GATHERED,
         "reduce_results": RUNNERS,
         "ckpt_names": LOADERS,
         "is_fused_checkpoint_transposed": LOADERS,

@@ -96,7 +96,8 @@ def test_so_they_do_in_gpt_osss_experts(checkpoint_folder, chosen):
 
 FIRST = {"alpha": 1.702, "beta": 1.0, "limit": 2.0}
 SECOND = {"alpha": 0.5, "beta": -1.0, "limit": 1.0}
-# What each method takes from the layer into the quantization config, which vLLM asks first, then the layer's configuration.
+# What each method takes from the layer into the quantization config; vLLM asks that first, then the layer's
+# configuration.
 TAKEN = {"DeepSeek-V4": ("limit",)} | dict.fromkeys(doors.DOORS[1:], ("alpha", "beta", "limit"))
 PLACES = {
     "both": (FIRST, FIRST),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep mode's levels and weights loaded anew, of experts whose calls stand in captured CUDA graphs.
 
-A captured call is simulated by its arguments: a graph launches the operator with the addresses that it saw. Memory that vLLM
-gives away is overwritten: at level 2 all that the load allocated, after a reload all that nothing holds any more.
+A captured call is simulated by its arguments: a graph launches the operator with the addresses that it saw. Memory that
+vLLM gives away is overwritten: at level 2 all that the load allocated, after a reload all that nothing holds any more.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def poison(tensors: list[torch.Tensor], but: list[torch.Tensor] = ()) -> None:
 
 
 def sleep_and_wake(model: Any, graph: Graph, level: int) -> None:
-    """All memory of the load is given away and comes back at its addresses: at level 1 with its content, at level 2 with
-    that of buffers."""
+    """All memory of the load is given away and comes back at its addresses: at level 1 with its content, at level 2
+    with that of buffers."""
     of_the_load = [*held(model), *graph.read()]
     saved = list(model.buffers()) if level == 2 else of_the_load
     contents = [(tensor, tensor.detach().clone()) for tensor in saved]
