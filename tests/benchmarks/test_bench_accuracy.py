@@ -447,9 +447,9 @@ def test_a_broken_checkpoint_ends_with_a_line(
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    for name in ("cut", "llama"):
+    for name, said in (("cut", "/model-embedding.safetensors is cut off or no file"), ("llama", ": its tokenizer cannot")):
         assert bench_accuracy.main(["--model", str(tmp_path / name), "--device", "cpu"]) == 2
-        assert f"bench: {tmp_path / name} cannot be opened: " in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith(f"bench: {tmp_path / name}{said}")
 
 
 def test_widths_that_no_format_takes_are_refused() -> None:
