@@ -570,7 +570,7 @@ def from_report(path: Path) -> Given:
     kind = "a report of sm12x-doctor --probe"
     measured = json_file(path, kind).get("measured")
     device = measured.get("device") if isinstance(measured, dict) else None
-    if not isinstance(device, dict):
+    if not isinstance(measured, dict) or not isinstance(device, dict):
         raise ValueError(f"{path} is not {kind}: it has no object 'measured' with an object 'device'")
     if device.get("gb10") is not True:
         raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
