@@ -26,6 +26,7 @@ class Planted:
         mounts: A shell script that mounts file systems for every process.
         plant: Any other change to the machine.
         mends: Whether the finding is gone after the command. False: the command only shows more, or there is none.
+        then: The row's state after a command that mends it.
         loses: Entries of the user's variables that the command removes.
         why: A part of the row's reason.
     """
@@ -38,6 +39,7 @@ class Planted:
     mounts: str = ""
     plant: Callable[[Machine], object] = id
     mends: bool = False
+    then: str = "ok"
     loses: tuple[str, ...] = ()
     why: str = ""
 
@@ -402,7 +404,7 @@ PLANTED = {
         plant=lambda m: m.vllm(has_flashinfer_cutlass_fused_moe="False")),
     "offline_without_cubins": Planted("vllm-flashinfer", "warn", "TRITON_ATTN",
         f'pip install "flashinfer-cubin=={UPSTREAM}"', mends=True, plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
-    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True,
+    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True, then="fail",  # this vLLM lacks most
         plant=lambda m: m.without_package("flashinfer-sm12x")),
     "plugin_not_listed": Planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "export VLLM_PLUGINS=",
         {"VLLM_PLUGINS": "other"}, mends=True),
