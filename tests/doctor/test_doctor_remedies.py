@@ -222,6 +222,7 @@ STATES = [
     ),
     State({"gpus": SPARK, "log": {"lines": []}}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 0}),
+    State({"gpus": SPARK, "log": {"failed": "no answer within 60 s"}}, patches={"os.geteuid": lambda: 0}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 7}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Xid 79"], "count": 1}}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Out of memory [NV_ERR_NO_MEMORY]"], "count": 1}}),
