@@ -38,15 +38,14 @@ from timing import (
     Row,
     allow,
     layer_parser,
-    load,
     machine,
     measured,
     names,
     numbers,
     once,
     parse_layers,
-    publish,
     relative_error,
+    render,
     report,
     share_of_bound,
 )
@@ -199,8 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
     if arguments.render is not None:
-        publish(*load(arguments.render), arguments.out / "moe.json", TITLE)
-        return 0
+        return render(arguments.render, arguments.out / "moe.json", TITLE)
     if arguments.host:
         if not torch.cuda.is_available():
             print("bench: --host needs a GPU", file=sys.stderr)

@@ -31,13 +31,12 @@ from timing import (
     Row,
     allow,
     layer_parser,
-    load,
     measured,
     names,
     once,
     parse_layers,
-    publish,
     relative_error,
+    render,
     report,
 )
 from timing import share_of_bound as share_of
@@ -233,8 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     allow(parser, arguments, layers=DENSE_LAYERS, peers=PEERS)
     path = arguments.out / "dense.json"
     if arguments.render is not None:
-        publish(*load(arguments.render), path, TITLE)
-        return 0
+        return render(arguments.render, path, TITLE)
     if arguments.predict or not torch.cuda.is_available():
         return int(in_own_process(emulate.predict_dense, arguments.layers, arguments.tokens or PREDICTED_TOKENS))
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too

@@ -347,8 +347,20 @@ def report_of(path: Path) -> Iterator[None]:
         yield
     except KeyError as error:
         raise ValueError(f"{path} is not {REPORT}: it has no {error}") from error
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not {REPORT}: {error}") from error
+
+
+def render(given: Path, path: Path, title: str) -> int:
+    """Publish an earlier run again; the exit status, 2 where its file is of no use or none can be written."""
+    try:
+        about, rows = load(given)
+        with report_of(given):
+            publish(about, rows, path, title)
+    except (OSError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def publish(about: dict[str, Any], rows: Sequence[Row], path: Path, title: str) -> None:

@@ -44,7 +44,7 @@ def measure(limit: float) -> dict[str, dict[str, Any]]:
 
 
 def has_measured(facts: Mapping[str, Facts]) -> bool:
-    """Whether any part found something besides the device and what it built."""
+    """Whether a part has a measurement; neither the device nor a build is one."""
     parts = [PREFIX + part for part in PARTS if part != "device" and not part.startswith("build")]
     return any(set(facts.get(part, {})) - {"failed", "wall_seconds"} for part in parts)
 

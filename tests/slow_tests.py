@@ -50,6 +50,7 @@ LONG = (
     "tests/project/test_scripts.py::test_help_needs_nothing_of_vllm",
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
     "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
+    "tests/doctor/test_doctor.py::test_the_command_of_the_modules_row_makes_it_ok",
     "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
     "tests/doctor/test_doctor_probe.py::test_parts_that_hang_or_crash_and_the_file",
     "tests/gemm/test_dense_planner.py::test_sm12x_takes_an_instance_near_the_models_best[slow-LM head-mxfp4-bf16]",

@@ -570,7 +570,7 @@ def from_report(path: Path) -> Given:
     kind = "a report of sm12x-doctor --probe"
     measured = json_file(path, kind).get("measured")
     device = measured.get("device") if isinstance(measured, dict) else None
-    if not isinstance(device, dict):
+    if not isinstance(measured, dict) or not isinstance(device, dict):
         raise ValueError(f"{path} is not {kind}: it has no object 'measured' with an object 'device'")
     if device.get("gb10") is not True:
         raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
@@ -592,8 +592,9 @@ def from_report(path: Path) -> Given:
     small = (
         FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
     )
-    of_layers = measured.get("layer") if isinstance(measured.get("layer"), dict) else {}
-    counts = {name: re.fullmatch(r"(\d{1,9}) tokens", name) for name in of_layers}
+    of_layers = measured.get("layer")
+    named = of_layers if isinstance(of_layers, dict) else {}
+    counts = {name: re.fullmatch(r"(\d{1,9}) tokens", name) for name in named}
     times = {int(count[1]): figure("layer", name, "layer_us") for name, count in counts.items() if count}
     layers = {tokens: time for tokens, time in times.items() if time is not None}
     dram = both(figure("dram", "gigabytes_per_second"), GB10.dram)

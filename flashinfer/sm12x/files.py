@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """The path of a new file beside ``path``, which takes its place once the block has ended without an error.
+    """The path of a new file in the folder of ``path``, which takes its place once the block has ended without an error.
 
     After an error ``path`` is as it was. A link stays a link to the file that is written; a device or a pipe is written
     itself.

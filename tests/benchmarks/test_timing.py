@@ -261,3 +261,34 @@ def test_host_cost_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--host"]) == 2
     assert "--host needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [bench, bench_dense_mx], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x", "is not JSON: Expecting value at line 1, column 1; it must be the JSON that this benchmark wrote"),
+        ("[]", "is JSON, but a list; it must be the JSON that this benchmark wrote"),
+        ("{}", "is not the JSON that this benchmark wrote: it has no 'rows'"),
+        ('{"rows": [], "machine": {}}', "is not the JSON that this benchmark wrote: "),
+    ],
+)
+def test_an_earlier_run_that_is_none_is_refused(
+    program: Any, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(text)
+    assert program.main(["--render", str(old), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"bench: {old} {why}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_measured_nothing_leaves_an_earlier_ones_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "moe.json"
+    path.write_text("a good one")
+    row = timing.Row({"tokens": 1}, {"read": Sample(1.0, 1.0, 1.0)}, {"ours": timing.Entry(note="no such kernel")})
+    timing.publish({"gpu": "none", "date": "today"}, [row], path, "a title")
+    assert f"nothing was measured, so {path} is not written" in capsys.readouterr().out
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"moe.json": "a good one"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ class Planted:
         mounts: A shell script that mounts file systems for every process.
         plant: Any other change to the machine.
         mends: Whether the finding is gone after the command. False: the command only shows more, or there is none.
+        then: The row's state after a command that mends it.
         loses: Entries of the user's variables that the command removes.
         why: A part of the row's reason.
     """
@@ -38,6 +40,7 @@ class Planted:
     mounts: str = ""
     plant: Callable[[Machine], object] = id
     mends: bool = False
+    then: str = "ok"
     loses: tuple[str, ...] = ()
     why: str = ""
 
@@ -246,7 +249,7 @@ PLANTED = {
     "misspelled_name": Planted("variables", "warn",
         "FLASHINFER_SM12X_CHEKC is no variable of this project; FLASHINFER_SM12X_CHECK is",
         'export FLASHINFER_SM12X_CHECK="$FLASHINFER_SM12X_CHEKC"', mends=True,
-        variables={"FLASHINFER_SM12X_CHEKC": "1"}),
+        variables={"FLASHINFER_SM12X_CHEKC": "1"}, then="warn"),  # of a switch for debugging, now by its right name
     "name_in_small_letters_beside_the_right_one": Planted("variables", "warn", "flashinfer_jit_verbose is no variable",
         "unset flashinfer_jit_verbose", mends=True,
         variables={"flashinfer_jit_verbose": "1", "FLASHINFER_JIT_VERBOSE": "0"}),
@@ -353,7 +356,7 @@ PLANTED = {
         "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
     "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
         plant=_program("echo '[ 7.1] NVRM: Out of memory [NV_ERR_NO_MEMORY] returned from _memdescAlloc'", "bin/dmesg")),
-    "kernels_log_that_may_not_be_read": Planted("kernel-log", "warn", "this user may not", "sudo dmesg",
+    "kernels_log_that_may_not_be_read": Planted("kernel-log", "warn", "this user may not", "sudo dmesg" if os.geteuid() else "",
         plant=_program("exit 1", "bin/dmesg")),
 
     "torch_without_cuda": Planted("torch", "fail", "without CUDA", "pip install vllm==0.33.0",
@@ -402,7 +405,7 @@ PLANTED = {
         plant=lambda m: m.vllm(has_flashinfer_cutlass_fused_moe="False")),
     "offline_without_cubins": Planted("vllm-flashinfer", "warn", "TRITON_ATTN",
         f'pip install "flashinfer-cubin=={UPSTREAM}"', mends=True, plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
-    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True,
+    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True, then="fail",  # this vLLM lacks most
         plant=lambda m: m.without_package("flashinfer-sm12x")),
     "plugin_not_listed": Planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "export VLLM_PLUGINS=",
         {"VLLM_PLUGINS": "other"}, mends=True),

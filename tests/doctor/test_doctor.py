@@ -18,7 +18,7 @@ from planted import PLANTED
 from readers import read_by_its_reader
 
 import flashinfer_sm12x_doctor as doctor
-from flashinfer.jit.sm12x import prebuilt
+from flashinfer.jit.sm12x import prebuilt, toolchain
 from flashinfer_sm12x_doctor import questions
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -64,8 +64,8 @@ def test_a_planted_state_is_named_and_its_command_mends_it(machine: Machine, nam
         read_by_its_reader(each, machine.environment())
     after, variables, statuses = machine.paste(commands)
     assert not {2, 127}.intersection(statuses), "a command that no shell takes"
-    as_meant = after[expected.check][0] == "ok" if expected.mends else expected.found in after[expected.check][1]
-    assert as_meant, after[expected.check]
+    now, found, *_ = after[expected.check]
+    assert now == expected.then if expected.mends else expected.found in found, after[expected.check]
     wanted = re.search(r"(?:pip|apt-get) (?:un)?install (?:--python \S+ )?(.*)", command)
     if wanted:
         assert all(word in machine.installed() for word in shlex.split(wanted[1].split("&&")[0]))
@@ -147,14 +147,19 @@ def test_the_table_has_commands_alone_and_counts(machine: Machine) -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def of_this_environment(folder: Path, *path: Path) -> dict[str, dict[str, str]]:
-    """All questions for real, through the command line; ``folder`` is where the cache is."""
+def environment_of(folder: Path, *path: Path) -> dict[str, str]:
+    """The variables of this process, but for this project's; ``folder`` is where the cache is."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHINFER")}
-    environment |= {
+    return environment | {
         "PYTHONPATH": ":".join(map(str, (REPO, *path))),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
     }
+
+
+def of_this_environment(folder: Path, *path: Path, **variables: str) -> dict[str, dict[str, str]]:
+    """All questions for real, through the command line."""
+    environment = environment_of(folder, *path) | variables
     command = [sys.executable, "-m", "flashinfer", "sm12x-doctor", "--json", "--timeout", "300"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     found = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
@@ -171,6 +176,39 @@ def test_this_environment_with_a_broken_file_of_a_probe(tmp_path: Path) -> None:
     assert str(OURS / "__init__.py") in found["import"]["found"]
     assert found["architectures"]["found"] == "12.1a"
     assert (found["probe"]["state"], found["probe"]["command"]) == ("fail", f"rm {probe}")
+
+
+EMPTY_OBJECTS = """#!/bin/sh
+for word; do
+  [ "$previous" != -o ] || out=$word
+  [ "$word" != -c ] || compile=1
+  previous=$word
+done
+[ "$compile" ] || exec "$@"
+exec c++ -x c++ -c /dev/null -o "$out"
+"""
+"""Stands before compilers, and has them take no time."""
+
+
+def test_the_command_of_the_modules_row_makes_it_ok(tmp_path: Path) -> None:
+    """The real sm12x-build, with compilers that make empty objects."""
+    try:
+        toolchain.discover()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    launcher = tmp_path / "launcher"
+    launcher.write_text(EMPTY_OBJECTS)
+    launcher.chmod(0o755)
+    launchers = {f"FLASHINFER_{language}_LAUNCHER": str(launcher) for language in ("NVCC", "CXX")}
+    before = of_this_environment(tmp_path, **launchers)["modules"]
+    assert (before["state"], before["command"].endswith("-m flashinfer sm12x-build")) == ("warn", True)
+    subprocess.run(
+        ["bash", "-c", before["command"]], cwd=tmp_path, env=environment_of(tmp_path) | launchers, check=True
+    )
+    after = of_this_environment(tmp_path, **launchers)["modules"]
+    assert (after["state"], after["command"]) == ("ok", "")
+    assert "fused_moe_120: built and fresh" in after["found"]
+    assert "fused_moe_120_nvfp4: it is not built yet" in after["found"]
 
 
 def test_this_environment_with_kernels_of_an_older_fork(tmp_path: Path) -> None:

@@ -286,6 +286,8 @@ def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
     (machine.root / "sent.json").write_text("a good one")
     command = [str(machine.python), str(DOCTOR), *(["--probe", "--report", "sent.json"] if probe else [])]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Shells have what they start in the background ignore it.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **pipes) as asked:
         until = time.monotonic() + 120
         while not (pids.exists() and len(pids.read_text().split()) == 2):

@@ -29,7 +29,7 @@ import flashinfer_sm12x_doctor as doctor
 from flashinfer import _version
 from flashinfer.jit.sm12x import diagnosis, toolchain
 from flashinfer_sm12x_doctor import checks, probe_checks, questions, remedies
-from flashinfer_sm12x_doctor.asking import PACKAGE, Answers
+from flashinfer_sm12x_doctor.asking import CLI, FOLDER, PACKAGE, Answers
 from flashinfer_sm12x_doctor.probe import TOKENS
 
 MODULES = (remedies, checks, probe_checks, doctor)
@@ -222,6 +222,7 @@ STATES = [
     ),
     State({"gpus": SPARK, "log": {"lines": []}}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 0}),
+    State({"gpus": SPARK, "log": {"failed": "no answer within 60 s"}}, patches={"os.geteuid": lambda: 0}),
     State({"gpus": SPARK}, patches={"os.geteuid": lambda: 7}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Xid 79"], "count": 1}}),
     State({"gpus": SPARK, "log": {"lines": ["NVRM: Out of memory [NV_ERR_NO_MEMORY]"], "count": 1}}),
@@ -358,6 +359,47 @@ def test_no_command_replaces_a_build_of_the_users() -> None:
                 named += 1
                 assert " 0.34.0 is a build of your own (an editable installation, /home/u/vllm)" in finding.why, finding
     assert named >= 10
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("install vllm==0.33.0", ["vllm", "torch", "flashinfer-python"]),
+        ("install --no-deps vllm==0.33.0", ["vllm"]),
+        ("uninstall --yes torch", ["torch"]),
+        ('install --force-reinstall --no-deps "flashinfer-python==0.7.2.post1"', ["flashinfer-python"]),
+        ("install ninja", []),
+        ("install -e '/home/u/sm12x[cuda]'", ["flashinfer-python"]),
+        ("install '/elsewhere[cuda]'", ["flashinfer-sm12x", "flashinfer-python"]),
+        ("install torchao", []),
+        ("uninstall --yes flashinfer-sm12x-kernels", []),
+    ],
+)
+def test_what_pip_would_replace(words: str, named: list[str]) -> None:
+    builds = dict.fromkeys(("vllm", "torch", "flashinfer-python"), OWN)
+    builds["flashinfer-sm12x"] = OWN | {"source": "/home/u/sm12x"}
+    found = remedies.replaced(Answers({"installer": {"builds": builds}}, {}), words)
+    assert [text.split()[0] for text in found] == named
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"path": FORK, "import": {"failed": "RuntimeError: x"}},
+        {"path": FORK | {"aside": ASIDE}},
+        {"path": {"found": None}},
+        {"path": {"found": {"file": "/site/flashinfer/__init__.py"}}},
+    ],
+)
+def test_without_the_fork_its_commands_are_words_and_the_doctors_is_its_folder(facts: dict[str, Any]) -> None:
+    facts = {**facts, "folder": {"free_bytes": 1, "folder": "/c"}, "memory": {"failed": "no answer within 60 s"}}
+    found = {row.check: row for row in remedies_of(State(facts | {"gpus": SPARK}))}
+    assert found["disk"].command == ""
+    assert found["disk"].why.startswith("once 'import' is ok: ")
+    assert found["disk"].why.count("sm12x-cache list") == 1
+    own = found["headroom"].command.rpartition(" --timeout")[0]
+    first = facts["path"].get("found") == FORK["found"]
+    assert own == (f"{CLI} sm12x-doctor" if first else shlex.join([sys.executable, str(FOLDER)]))
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +20,10 @@ from jit_fakes import needs_nvcc, small_spec
 from jit_processes import run_python
 from layer_toys import REPO
 
+from flashinfer import __main__ as command_line
 from flashinfer.jit.sm12x import inspect_sass, modules
 from flashinfer.jit.sm12x.toolchain import ToolchainError
+from flashinfer_sm12x_doctor import questions
 
 
 def _invoke(*arguments: str) -> Result:
@@ -76,6 +84,56 @@ def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.Monk
     assert line.endswith(f" s: {link.resolve()}")
     assert link.is_file()
     assert "small: was up to date, " in _invoke("sm12x-build").output
+
+
+@needs_nvcc
+def test_the_doctor_wants_what_sm12x_build_builds(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(questions, "tell", lambda **facts: told.update(facts))
+    questions.ask_modules()
+    wanted = [name for name, fact in told.items() if name.startswith("module ") and fact["by_default"]]
+    assert wanted == [f"module {spec.name}" for spec in command_line._sm12x_specs(False)]
+    assert len([name for name in told if name.startswith("module ")]) == len(modules.gen_operator_modules())
+
+
+@pytest.mark.parametrize("command", ["sm12x-build", "sm12x-instances"])
+def test_sigterm_ends_a_command_in_a_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(_everything: bool) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(command_line, "_sm12x_specs", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    shown = _invoke(command)
+    text = "Error: ended by SIGTERM: what is done stays, and the same command resumes from there"
+    assert (shown.exit_code, shown.output.splitlines()) == (1, [text])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_of_the_system_ends_a_command_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_everything: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/x")
+
+    monkeypatch.setattr(command_line, "_sm12x_specs", full)
+    shown = _invoke("sm12x-build")
+    assert (shown.exit_code, shown.output) == (1, "Error: [Errno 28] No space left on device: '/cache/x'\n")
+
+
+@pytest.mark.parametrize("where", ["while it runs", "at the end"])
+def test_output_that_cannot_be_written_is_a_line(where: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """As on a full disk; and Python says no more at its end."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(command_line.os, "dup2", lambda _from, to: os.close(_from) or to)
+        monkeypatch.setattr(command_line, "_group", lambda: print("x", flush=where == "while it runs"))
+        with pytest.raises(SystemExit) as ended:
+            command_line._main()
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert ended.value.code == 1
+    said = capfd.readouterr().err.splitlines()
+    assert set(said) == {"Error: the output cannot be written: No space left on device"}
 
 
 def test_all_that_can_be_built_has_the_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
