@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,27 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if not serves_cuda(torch.cuda.current_device()):
         pytest.skip("this GPU runs the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 9.0")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def gxx() -> str:
+    """The host compiler; without one a test is skipped."""
+    name = os.environ.get("CXX", "c++")
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no C++ compiler: {name} is no program on PATH")
+    return found
+
+
+@pytest.fixture(scope="session")
+def nvcc(gxx: str) -> Path:
+    """The CUDA compiler that modules are built with; a test is skipped where there is none that can compile."""
+    from flashinfer.jit.sm12x import toolchain
+
+    try:
+        return toolchain.discover().nvcc
+    except toolchain.ToolchainError as error:
+        pytest.skip(f"no CUDA compiler: {error}")
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from doctor_machine import Machine, Parts
 
 
 @pytest.fixture(scope="session")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+def parts(gxx: str, tmp_path_factory: pytest.TempPathFactory) -> Parts:
     """The files that the doctor's machines share."""
-    return Parts.make(tmp_path_factory.mktemp("doctor"))
+    return Parts.make(tmp_path_factory.mktemp("doctor"), gxx)
 
 
 @pytest.fixture

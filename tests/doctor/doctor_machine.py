@@ -101,7 +101,7 @@ class Parts:
     runtime: Path
 
     @classmethod
-    def make(cls, root: Path) -> Parts:
+    def make(cls, root: Path, gxx: str) -> Parts:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "env")], check=True)
         (site,) = (root / "env").glob("lib/python*/site-packages")
         packaging = find_spec("packaging")
@@ -109,7 +109,7 @@ class Parts:
         assert packaging.origin is not None
         (site / "packaging").symlink_to(Path(packaging.origin).parent)
         runtime = root / "libcudart.so"
-        subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", str(runtime)], check=True)
+        subprocess.run([gxx, "-shared", "-x", "c++", "/dev/null", "-o", str(runtime)], check=True)
         return cls(root / "env" / "bin" / "python", runtime)
 
 

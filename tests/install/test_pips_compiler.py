@@ -110,11 +110,11 @@ def vllms(tmp_path_factory: pytest.TempPathFactory, site_packages: Path) -> Envi
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def whole(nvcc: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The compiler of the environment that the tests run in, laid out as NVIDIA's installers do it."""
     toolkit, root = toolchain.discover(), tmp_path_factory.mktemp("local") / "cuda"
     (root / "bin").mkdir(parents=True)
-    for program in toolkit.nvcc.resolve().parent.iterdir():
+    for program in nvcc.resolve().parent.iterdir():
         (root / "bin" / program.name).symlink_to(program)  # one by one: nvcc goes up from the folder that it is in
     for name in ("include", "nvvm"):
         (root / name).symlink_to((toolkit.root / name).resolve())

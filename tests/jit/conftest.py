@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -17,25 +15,6 @@ from jit_fakes import FAKE_COMPILER, Project, use_cache
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import inspect_sass, toolchain
-
-
-@pytest.fixture(scope="session")
-def gxx() -> str:
-    """The host compiler; without one a test is skipped."""
-    name = os.environ.get("CXX", "c++")
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"no C++ compiler: {name} is no program on PATH")
-    return found
-
-
-@pytest.fixture(scope="session")
-def nvcc(gxx: str) -> Path:
-    """The CUDA compiler that modules are built with; a test is skipped where there is none that can compile."""
-    try:
-        return toolchain.discover().nvcc
-    except toolchain.ToolchainError as error:
-        pytest.skip(f"no CUDA compiler: {error}")
 
 
 @pytest.fixture(scope="session")

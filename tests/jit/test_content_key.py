@@ -296,7 +296,8 @@ def test_what_a_linker_takes_over_counts(words: str, project: Project, tmp_path:
     keys = []
     for text in ("one", "two"):
         (tmp_path / "libx.a").write_text(text)
-        plan = replace(project.plan(), link_flags=("-shared", *words.format(tmp_path).split()))
+        shared = str(tmp_path / "libx.so")
+        plan = replace(project.plan(), link_flags=("-shared", shared, *words.format(tmp_path).split()))
         keys.append(Keys(plan))
     assert keys[0].library != keys[1].library
     assert keys[0].objects == keys[1].objects

@@ -303,12 +303,12 @@ def get_jit_cache_providers():
 
 
 @pytest.mark.parametrize("arch", ["12.1a", "12.0f", "12.0a"])
-def test_upstreams_prebuilt_modules_are_not_taken_for_ours(arch: str, tmp_path: Path) -> None:
+def test_upstreams_prebuilt_modules_are_not_taken_for_ours(arch: str, gxx: str, tmp_path: Path) -> None:
     names = ["fused_moe_120", "gemm_mxfp4_sm12x", "norm"]
     for name in names:
         (tmp_path / "aot" / name).mkdir(parents=True)
         library = tmp_path / "aot" / name / f"{name}.so"
-        subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
+        subprocess.run([gxx, "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
     from flashinfer.version import __version__ as version
 
     package = tmp_path / "flashinfer_jit_cache"
