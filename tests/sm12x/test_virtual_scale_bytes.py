@@ -197,7 +197,7 @@ def test_tokens_of_a_dense_layer(device: VirtualDevice, name: str, tokens: str) 
         seen = (BYTES >= 96) == (exponent < 0)
         seen[NAN] = True
         check_within_bound(out[seen], reference[seen], bound[seen], f"{name}, {tokens}, weights of 2^{exponent}")
-        judged = seen & (BYTES != 254)  # with it, a token of 2 is no bfloat16
+        judged = seen & ((BYTES < 253) | (BYTES == NAN))  # with those between, a token of 6 is no bfloat16
         assert torch.isnan(out[judged]).all(1).tolist() == (BYTES[judged] == NAN).tolist()
 
 
