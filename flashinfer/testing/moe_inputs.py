@@ -135,7 +135,7 @@ def uneven_rows(pairs: int, experts: int, tile: int) -> dict[str, tuple[int, ...
 
     def filled(rows: list[int]) -> tuple[int, ...]:
         """At most ``pairs``, in order; what is left goes to the last expert."""
-        taken = []
+        taken: list[int] = []
         for count in [*rows, *[0] * experts][:experts]:
             taken.append(min(count, pairs - sum(taken)))
         taken[-1] += pairs - sum(taken)

@@ -24,14 +24,16 @@ FEW_PAIRS = 32
 ROUTINGS = list(uneven_rows(64, 8, 8))
 
 
-def check(device: VirtualDevice, row: Instance, pairs: int, experts: int, routing: str) -> None:
+def check(
+    device: VirtualDevice, row: Instance, pairs: int, experts: int, routing: str, sizes: tuple[int, int] = (64, 32)
+) -> None:
     """With one slot, and with two where no expert has more rows than there are tokens."""
     rows = uneven_rows(pairs, experts, row.token_tile)[routing]
     assert (len(rows), sum(rows)) == (experts, pairs)
     top_k = 2 if pairs % 2 == 0 and max(rows) <= pairs // 2 else 1
     mode = 2 if row.activation == "bf16" else pairs % 2
     case = MoECase(
-        pairs // top_k, 64, 32, experts, top_k, mode, routing=rows, biases=pairs % 2 == 0, weights=row.weights
+        pairs // top_k, *sizes, experts, top_k, mode, routing=rows, biases=pairs % 2 == 0, weights=row.weights
     )
     print("seed", pairs)
     inputs = make_moe_inputs(case, pairs)
@@ -92,5 +94,5 @@ def test_more_slots_of_a_token_than_lanes(device: VirtualDevice, row: Instance, 
 @pytest.mark.parametrize("routing", ["half on the last", "half on the first"])
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 def test_panels_of_an_expert(device: VirtualDevice, row: Instance, routing: str) -> None:
-    """An expert with more than two panels of 512 tokens, in front of others and behind them."""
-    check(device, row, 2 * 1100, 5, routing)
+    """An expert with more than a panel of 512 tokens, in front of others and behind them, and several row tiles."""
+    check(device, row, 2 * 600, 5, routing, (160, 96))

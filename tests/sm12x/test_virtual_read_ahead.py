@@ -135,7 +135,8 @@ def test_a_dense_layer(device: VirtualDevice, row: Instance, k: int) -> None:
         check_within_bound(out, *reference, f"{case}, {row.name}")
 
     warps = check(device, run, "dense_layer_kernel")
-    assert len(warps) == 1 and warps <= {2, 3, WARPS}
+    assert len(warps) == 1
+    assert warps <= set(range(1, WARPS + 1))
     if norms(row):
         x, *weights = inputs.arguments
         norm: dict[str, Any] = make_norm_inputs(inputs, k)

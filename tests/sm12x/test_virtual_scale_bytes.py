@@ -67,9 +67,9 @@ def of_rows(rows: torch.Tensor, blocks: int) -> torch.Tensor:
 
 def small_integers(shape: torch.Size, exponent: int) -> torch.Tensor:
     """1 to 3 times a power of two, either sign."""
-    print("seed of the integers", 1)
-    values = torch.randint(1, 4, shape, generator=torch.Generator().manual_seed(1)).float()
-    return values * (1 - 2 * (torch.arange(values.numel()) % 3 == 0).float().view(shape)) * 2.0**exponent
+    numbers = torch.arange(shape.numel())
+    signs = torch.where(numbers * 11 % 13 % 3 == 0, -1.0, 1.0)
+    return (signs * (numbers * 5 % 17 % 3 + 1)).view(shape) * 2.0**exponent
 
 
 def tokens_of(inputs: DenseInputs, exponent: int) -> None:
@@ -197,7 +197,7 @@ def test_tokens_of_a_dense_layer(device: VirtualDevice, name: str, tokens: str) 
         seen = (BYTES >= 96) == (exponent < 0)
         seen[NAN] = True
         check_within_bound(out[seen], reference[seen], bound[seen], f"{name}, {tokens}, weights of 2^{exponent}")
-        judged = seen & (BYTES != 254)  # with it, a token of 2 is no bfloat16
+        judged = seen & ((BYTES < 253) | (BYTES == NAN))  # with those between, a token of 6 is no bfloat16
         assert torch.isnan(out[judged]).all(1).tolist() == (BYTES[judged] == NAN).tolist()
 
 

@@ -140,7 +140,9 @@ class Runtime:
             ValueError: there are no such numbers.
         """
         if self._library.vsm_runtime_multiprocessors(device, stream) != 0:
-            raise ValueError(f"{device} SMs, of which a stream has {stream}: neither may be negative, a stream's no more")
+            raise ValueError(
+                f"{device} SMs, of which a stream has {stream}: neither may be negative, a stream's no more"
+            )
 
     def register(self, address: int, size: int, read_only: bool = False) -> None:
         """Let kernels access memory that somebody else owns, a CPU tensor for example. Counted per address."""
