@@ -478,7 +478,7 @@ def _recall(call: MoECall) -> CheckedExperts | None:
     unchanged, options, checked = known
     given = _options(call)
     # Of equal type, too: 1 equals True and 1.0. The dispatcher makes numbers of its own.
-    same = options == given and all(map(operator.is_, map(type, options), map(type, given)))
+    same = all(map(operator.is_, map(type, options), map(type, given))) and options == given
     same = same and checked.device == call.input.device
     return checked if same and unchanged.holds(*expert_tensors(call)) else None
 
