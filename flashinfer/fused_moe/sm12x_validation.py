@@ -32,6 +32,7 @@ from ..sm12x.checks import (
     describe,
     is_tensor,
     padded_scales,
+    require_activation_bytes,
     require_apart,
     require_int,
     require_k_alignment,
@@ -520,6 +521,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
             f"({experts} here x ep_size {total // experts})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
+    require_activation_bytes("num_tokens (input.shape[0])", tokens, top_k * max(hidden, inter))
     if known is None:
         layer = _check_parameters(call, layer)
         _remember(call, layer)

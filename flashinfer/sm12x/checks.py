@@ -23,6 +23,7 @@ BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2
 K_ALIGNMENT = 32  # the kernels' smallest step along K
 POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
 SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
+MOST_ACTIVATION_BYTES = 16 << 32  # check_activations in host/tile_gemm.cuh
 ELEMENT = 0  # as an alignment: that of the tensor's own elements
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -165,6 +166,15 @@ def require_k_alignment(name: str, value: Any) -> int:
             f"(pad the weights with zeros to {round_up(value, K_ALIGNMENT)})"
         )
     return value
+
+
+def require_activation_bytes(name: str, rows: int, row_bytes: int) -> None:
+    """Raise ``ValueError`` where ``rows`` of activations take 64 GiB or more: kernels count 16-byte pieces in 32 bits."""
+    if rows * row_bytes >= MOST_ACTIVATION_BYTES:
+        raise ValueError(
+            f"{name} is {rows}; with {row_bytes} bytes a row these are activations of 64 GiB and more, it must be at most "
+            f"{(MOST_ACTIVATION_BYTES - 1) // row_bytes}: split the batch"
+        )
 
 
 def require_output_dtype(name: str, value: Any, allowed: Sequence[torch.dtype] = OUTPUT_DTYPES) -> torch.dtype:

@@ -192,7 +192,9 @@ def test_a_wrong_part_of_a_quantized_weight_is_named(form: str, linear: bool) ->
             ({"global_scale": torch.ones(1).double()}, 96, "^global_scale is torch.float64", ValueError),
         ]
     else:
-        bad.append(({"global_scale": torch.ones(1)}, 96, f"^global_scale is .*; {form} has none, pass None", ValueError))
+        bad.append(
+            ({"global_scale": torch.ones(1)}, 96, f"^global_scale is .*; {form} has none, pass None", ValueError)
+        )
     for changes, k, text, error in bad:
         with pytest.raises(error, match=text):
             dequantize(q._replace(**changes), form, k)

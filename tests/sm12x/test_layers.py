@@ -388,7 +388,9 @@ def _large_layer(name: str) -> tuple[Callable[[], Any], torch.Tensor]:
         return lambda: decode.run(query, table, lengths), cache
     arguments = OPERATORS["MoE 2"][1]()
     experts, hidden, inter = 8, 4096, 2560
-    arguments |= dict.fromkeys(("fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit"))
+    arguments |= dict.fromkeys(
+        ("fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    )
     arguments["fc1_expert_weights"] = torch.zeros(experts, 2 * inter, hidden // 2, dtype=torch.uint8)
     arguments["fc2_expert_weights"] = torch.zeros(experts, hidden, inter // 2, dtype=torch.uint8)
     arguments["quant_scales"] = [
@@ -409,7 +411,11 @@ def test_a_storage_that_comes_back_smaller_to_its_address_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``resize_`` twice: same object, same shape, same address; the storage ends before the tensor does."""
-    for module, computes in ((sm12x_operator, "moe_cpu"), (sm12x_dense_layer, "run_served"), (sm12x_decode_layer, "compute")):
+    for module, computes in (
+        (sm12x_operator, "moe_cpu"),
+        (sm12x_dense_layer, "run_served"),
+        (sm12x_decode_layer, "compute"),
+    ):
         monkeypatch.setattr(module, computes, lambda *given: None)  # it would take seconds
     call, tensor = _large_layer(name)
     call()
@@ -469,7 +475,7 @@ def test_a_list_that_a_layer_was_made_of_stays_the_callers() -> None:
         run = layer.of(arguments)
         expected = outcome(run, arguments)
         assert not expected[0], expected
-        for change in (list.clear, list.reverse, lambda held: held.append(None), lambda held: held.insert(0, given[0])):
+        for change in (list.clear, list.reverse, lambda held: held.append(None), lambda held: held.insert(0, None)):
             held = arguments[argument]
             held[:] = given
             change(held)
