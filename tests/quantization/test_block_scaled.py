@@ -198,5 +198,5 @@ def test_a_wrong_part_of_a_quantized_weight_is_named(form: str, linear: bool) ->
     for changes, k, text, error in bad:
         with pytest.raises(error, match=text):
             dequantize(q._replace(**changes), form, k)
-    with pytest.raises(TypeError, match="^weight is a tuple of 3; it must be a BlockScaledWeight"):
+    with pytest.raises(TypeError, match=r"^weight is a tuple of 3; it must be a BlockScaledWeight"):
         dequantize(tuple(q), form, 96)  # type: ignore[arg-type]
