@@ -67,7 +67,8 @@ class DecodeAttentionLayer:
         constant_cache: bool = False,
         workspace_buffer: torch.Tensor | None = None,
     ) -> None:
-        self._kv_cache, self._kv_layout = kv_cache, kv_layout
+        self._kv_cache = list(kv_cache) if isinstance(kv_cache, list) else kv_cache  # the caller's may change
+        self._kv_layout = kv_layout
         self._tensors = workspace_buffer, rope_table, sinks
         self._numbers = window_left, HEAD**-0.5 if sm_scale is None else sm_scale, k_scale, v_scale, constant_cache
         # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it

@@ -41,6 +41,7 @@ from ..sm12x import devices
 from ..sm12x.backend import kernels
 from ..sm12x.checks import (
     describe,
+    require_activation_bytes,
     require_computing_device,
     require_int,
     require_k_alignment,
@@ -206,7 +207,8 @@ def cutlass_fused_moe(
         W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign
         bits are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is
         NaN.  An expert that has weights beyond float32 (4 with a scale byte of 253 or more) makes what they reach
-        infinite, NaN or anything, by the backend, and nothing else.
+        infinite, NaN or anything, by the backend, and nothing else.  So does a token that W4A8 rounds to beyond float32,
+        as an infinite one is, with its own outputs.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and
         ``[E, H]`` (before the routing weight).
@@ -312,7 +314,7 @@ def moe_step(
     Parameters
     ----------
     router_logits : torch.Tensor, optional
-        float32 ``[M, experts of all ranks]``.  Experts and their weights follow from it as in ``router_top_k``: the
+        float32 ``[M, experts of all ranks]``, at most 512 experts.  Experts and their weights follow from it as in ``router_top_k``: the
         layer's own launch chooses them if there are at most 32 (token, slot) pairs and the layer is one stream of
         weights, else operations before it do.  ``token_selected_experts`` and ``token_final_scales`` must then be None.
     top_k : int
@@ -455,6 +457,7 @@ def _workspace_problem(mode: Mode, given: dict[str, Any]) -> MoEProblem:
     top_k = require_int("top_k", given["top_k"], 1, total, "num_experts_total")
     require_pairs("max_num_tokens", num_tokens, top_k)
     hidden, inter = (require_k_alignment(name, given[name]) for name in ("hidden_size", "intermediate_size"))
+    require_activation_bytes("max_num_tokens", num_tokens, top_k * max(hidden, inter))
     if given["x_dtype"] not in INPUT_DTYPES[mode]:
         allowed = " or ".join(map(str, INPUT_DTYPES[mode]))
         raise ValueError(f"x_dtype is {describe(given['x_dtype'])}; mode {mode.name} takes {allowed}")

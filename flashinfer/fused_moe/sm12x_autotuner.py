@@ -135,7 +135,10 @@ class SM12xStageRunner(TunableRunner):
     def _runner(self, inputs: list[Any], gemm_idx: int | None = None) -> SM12xMoERunner:
         gemm_idx = gemm_idx or self.gemm_idx_for_tuning or 1
         x, fc1, _, fc2, _ = inputs
-        key = (fc1.data_ptr(), fc2.data_ptr(), fc2.shape, gemm_idx)
+        key = (
+            gemm_idx,
+            *((each.data_ptr(), each.untyped_storage().nbytes(), each.shape, each.dtype) for each in (fc1, fc2)),
+        )
         runner = self._runner_cache.get(key)
         if runner is None:
             experts, hidden, columns = fc2.shape

@@ -257,7 +257,7 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         tokens = output, workspace_buffer, input, input_sf, token_selected_experts, token_final_scales
         more = enable_pdl, profile_ids, next_weights, router_logits, top_k, is_padding, barrier
         call = self._call(mode, tokens, more)
-        if not self._checks or is_traced(tokens) or is_traced(more):
+        if not self._checks or is_traced((*tokens, *more)):
             return fused_moe(call)
         if not self._unchanged.holds(*self._tensors):
             self._require_experts()

@@ -23,9 +23,8 @@ from ..sm12x.checks import (
 )
 from ..sm12x.devices import require_served
 from ..sm12x.operator import define
+from .sm12x_validation import MAX_ROUTED_EXPERTS, MAX_TOP_K
 
-MAX_EXPERTS = 512
-MAX_TOP_K = 32
 MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
 K_STEP = 8  # kRouterVector
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
@@ -209,7 +208,7 @@ def _validate(call: RouterCall) -> RouterCall:
     require_int("k", k, K_STEP, MAX_K, f"a multiple of {K_STEP}")
     if k % K_STEP:
         raise ValueError(f"k is {k}; it must be a multiple of {K_STEP}")
-    require_int("num_experts", experts, 1, MAX_EXPERTS)
+    require_int("num_experts", experts, 1, MAX_ROUTED_EXPERTS)
     top_k = 0
     if call.chooses:
         top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")

@@ -32,6 +32,7 @@ from ..sm12x.checks import (
     describe,
     is_tensor,
     padded_scales,
+    require_activation_bytes,
     require_apart,
     require_int,
     require_k_alignment,
@@ -48,6 +49,7 @@ from ..sm12x.instances import MAX_EXPERTS, Format
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 FLOAT32 = (torch.float32,)
 MAX_TOP_K = 32  # of a router's logits: a lane each
+MAX_ROUTED_EXPERTS = 512  # kRouterMaxExperts: columns of a router's logits
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 
@@ -70,6 +72,7 @@ ACTIVATIONS = {
     7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
 }
 """The activations by the number of their ``ActivationType``."""
+_ACTIVATION_TYPES = tuple(ACTIVATIONS)  # a tuple compares and does not hash: an argument may be a tensor
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
@@ -187,7 +190,7 @@ def select_mode(
     """
     if (
         weight_dtype not in WEIGHT_DTYPES
-        or activation_type not in tuple(ACTIVATIONS)  # compared, not hashed: it may be a tensor
+        or activation_type not in _ACTIVATION_TYPES
         or use_packed_weights
         or use_wfp4afp8_humming
         or use_deepseek_fp8_block_scale
@@ -365,6 +368,11 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
         "all experts",
         alignment=ELEMENT,
     )
+    if experts > MAX_ROUTED_EXPERTS:
+        raise ValueError(
+            f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of all "
+            "ranks (pass token_selected_experts and token_final_scales)"
+        )
     if call.is_padding is not None:
         require_tensor("is_padding", call.is_padding, [(tokens,)], [torch.bool], device, alignment=ELEMENT)
     return require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
@@ -471,9 +479,7 @@ def _recall(call: MoECall) -> CheckedExperts | None:
     unchanged, options, checked = known
     given = _options(call)
     # Of equal type, too: 1 equals True and 1.0. The dispatcher makes numbers of its own.
-    same = all(map(operator.is_, options, given)) or (
-        all(map(operator.is_, map(type, options), map(type, given))) and options == given
-    )
+    same = all(map(operator.is_, map(type, options), map(type, given))) and options == given
     same = same and checked.device == call.input.device
     return checked if same and unchanged.holds(*expert_tensors(call)) else None
 
@@ -515,6 +521,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
             f"({experts} here x ep_size {total // experts})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
+    require_activation_bytes("num_tokens (input.shape[0])", tokens, top_k * max(hidden, inter))
     if known is None:
         layer = _check_parameters(call, layer)
         _remember(call, layer)

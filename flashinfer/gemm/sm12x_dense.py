@@ -23,6 +23,7 @@ from ..sm12x.checks import (
     SCALE_WORD,
     describe,
     place_of,
+    require_activation_bytes,
     require_apart,
     require_choice,
     require_computing_device,
@@ -143,6 +144,7 @@ def require_tokens(
 ) -> None:
     """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is 2-D."""
     x, x_scale = call.x, call.x_scale
+    require_activation_bytes("the number of tokens", x.shape[0], 2 * k)  # as bfloat16
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
     if x.shape[1] != columns or place_of(x, device) is None:
         shapes, what = [(x.shape[0], columns)], f"k as {names.get('weight', 'weight')}'s"
@@ -225,7 +227,9 @@ def dense_block_scaled(
         ``"bf16"``: x is multiplied unrounded (W4A16, W8A16). ``"mxfp8"``: the call first rounds x to MXFP8 (W4A8,
         W8A8); no gain with nvfp4 and mxint8 weights, which SM12x's block-scaled MMA does not take. ``"mxfp4"``, with
         MXFP4 weights only: the call rounds x to MXFP4 (W4A4) by the rule of ``mxfp4_quantize``, by which a block with a
-        NaN becomes NaN; SM12x's MMA then has twice the rate. Ignored when ``x_scale`` is given.
+        NaN becomes NaN; SM12x's MMA then has twice the rate. Ignored when ``x_scale`` is given. A rounded token beyond
+        float32, as an infinite one is, makes its own outputs infinite, NaN or right, depending on the backend and the
+        number of tokens.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.

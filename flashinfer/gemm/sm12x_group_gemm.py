@@ -21,6 +21,7 @@ from ..sm12x.checks import (
     UE8M0_DTYPES,
     describe,
     padded_scales,
+    require_activation_bytes,
     require_apart,
     require_int,
     require_k_alignment,
@@ -90,6 +91,7 @@ def validate(call: GroupGemmCall) -> torch.dtype:
     require_k_alignment("k (b.shape[2] * 2)", k)
     # The last group's scales start less than 128 rows behind each group's end.
     require_int("cum_m (a.shape[0])", cum_m, 0, INT32_MAX - 127 * groups, "since rows of scales count in int32")
+    require_activation_bytes("cum_m (a.shape[0])", cum_m, k)
     if n <= 0 or n % ROW_ALIGNMENT or n > INT32_MAX:
         raise ValueError(f"n (b.shape[1]) is {n}; it must be a positive multiple of {ROW_ALIGNMENT} below 2**31")
     require_tensor("a", a, [(cum_m, k)], [torch.float8_e4m3fn, torch.float8_e5m2], device)

@@ -25,6 +25,7 @@ import torch
 
 from ..sm12x.checks import (
     BLOCK_SIZE,
+    ELEMENT,
     NVFP4_SCALES,
     UE8M0,
     BlockScales,
@@ -32,6 +33,9 @@ from ..sm12x.checks import (
     require_choice,
     require_k_alignment,
     require_rank,
+    require_scales,
+    require_storage,
+    require_tensor,
 )
 from . import mx_cpu
 
@@ -188,13 +192,12 @@ def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k:
     Raises
     ------
     TypeError, ValueError
-        An unknown format; values that are no rows of ``k`` elements of it.
+        An unknown format; values that are no rows of ``k`` elements of it; scales of another size or dtype; a global scale
+        that is no float32, or that the format does not have (None is 1).
     """
-    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
-    require_rank("values", weight.values, 2, "packed rows")
-    blocks = require_k_alignment("k", k) // LAYOUTS[weight_format].scales.block
-    linear = mx_cpu.unswizzle_128x4(weight.scales, weight.values.shape[0], blocks)
-    return dequantize_rows(weight._replace(scales=linear), weight_format, k)
+    rows, blocks = _require_weight(weight, weight_format, k)
+    require_scales("scales", weight.scales, rows, k, weight.values.device, formats=LAYOUTS[weight_format].scales)
+    return _dequantize(weight._replace(scales=mx_cpu.unswizzle_128x4(weight.scales, rows, blocks)), weight_format, k)
 
 
 def dequantize_rows(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
@@ -205,12 +208,34 @@ def dequantize_rows(weight: BlockScaledWeight, weight_format: WeightFormat, k: i
     TypeError, ValueError
         The errors of :func:`dequantize_weight`.
     """
+    rows, blocks = _require_weight(weight, weight_format, k)
+    scales, formats = weight.scales, LAYOUTS[weight_format].scales
+    require_scales("scales", scales, rows, k, weight.values.device, swizzled=False, alignment=ELEMENT, formats=formats)
+    return _dequantize(weight._replace(scales=scales.view(torch.uint8).view(rows, blocks)), weight_format, k)
+
+
+def _require_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> tuple[int, int]:
+    """Check all but the scales; rows of the weight, and scale blocks of a row."""
     require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    if not isinstance(weight, BlockScaledWeight):
+        raise TypeError(f"weight is {describe(weight)}; it must be a BlockScaledWeight, as quantize_weight returns")
     layout = LAYOUTS[weight_format]
     require_rank("values", weight.values, 2, "packed rows")
-    columns = layout.columns(require_k_alignment("k", k))
+    columns, rows = layout.columns(require_k_alignment("k", k)), weight.values.shape[0]
     if weight.values.shape[1] != columns or weight.values.dtype != layout.dtype:
         raise ValueError(f"values is {describe(weight.values)}; it must be {layout.dtype} [n, {columns}]")
+    require_storage("values", weight.values)
+    factor = weight.global_scale
+    if factor is not None:
+        if weight_format != "nvfp4":
+            raise ValueError(f"global_scale is {describe(factor)}; {weight_format} has none, pass None")
+        require_tensor("global_scale", factor, [(1,), ()], [torch.float32], weight.values.device, alignment=ELEMENT)
+    return rows, k // layout.scales.block
+
+
+def _dequantize(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
+    """A valid weight with linear scales ``[n, blocks]``."""
+    layout = LAYOUTS[weight_format]
     parts = [layout.dequantize(*part) for part in _chunks(weight.values, weight.scales)]
     whole = torch.cat(parts) if parts else weight.values.new_empty((0, k), dtype=torch.float32)
     return whole if weight.global_scale is None else whole * weight.global_scale

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from ..sm12x.checks import require_choice, require_rank
+from ..sm12x.checks import describe, require_choice, require_float, require_rank, require_storage
 from . import mx_cpu
 from .block_scaled import LAYOUTS, WEIGHT_FORMATS, BlockScaledWeight, Layout, WeightFormat
 
@@ -37,9 +37,14 @@ def feedback_factor(gram: torch.Tensor, damping: float = DAMPING) -> torch.Tenso
 
     Raises
     ------
-    ValueError
-        The Gram matrix is not finite.
+    TypeError, ValueError
+        The Gram matrix is no square matrix of floats, or not finite; the damping is negative or no number.
     """
+    require_rank("gram", gram, 2, "a square float matrix")
+    if not gram.is_floating_point() or gram.shape[0] != gram.shape[1]:
+        raise ValueError(f"gram is {describe(gram)}; it must be a square float matrix")
+    require_storage("gram", gram)
+    require_float("damping", damping, 0.0, 1.0, "a share of the mean of gram's diagonal")
     gram = gram.double()
     if not bool(gram.isfinite().all()):
         raise ValueError("the layer's inputs hold infinities or NaN")
@@ -83,6 +88,7 @@ def quantize_with_feedback(
     mx_cpu.check_float_input("weight", weight)
     require_choice("weight_format", weight_format, WEIGHT_FORMATS)
     k = weight.shape[1]
+    require_rank("gram", gram, 2, f"[{k}, {k}]")
     if gram.shape != (k, k) or gram.device != weight.device:
         raise ValueError(f"gram is {tuple(gram.shape)} on {gram.device}; it must be [{k}, {k}] on {weight.device}")
     if not bool(weight.isfinite().all()):

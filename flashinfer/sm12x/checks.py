@@ -23,6 +23,7 @@ BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2
 K_ALIGNMENT = 32  # the kernels' smallest step along K
 POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
 SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
+MOST_ACTIVATION_BYTES = 16 << 32  # check_activations in host/tile_gemm.cuh
 ELEMENT = 0  # as an alignment: that of the tensor's own elements
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -165,6 +166,15 @@ def require_k_alignment(name: str, value: Any) -> int:
             f"(pad the weights with zeros to {round_up(value, K_ALIGNMENT)})"
         )
     return value
+
+
+def require_activation_bytes(name: str, rows: int, row_bytes: int) -> None:
+    """Raise ``ValueError`` where ``rows`` of activations take 64 GiB or more: kernels count 16-byte pieces in 32 bits."""
+    if rows * row_bytes >= MOST_ACTIVATION_BYTES:
+        raise ValueError(
+            f"{name} is {rows}; with {row_bytes} bytes a row these are activations of 64 GiB and more, it must be at most "
+            f"{(MOST_ACTIVATION_BYTES - 1) // row_bytes}: split the batch"
+        )
 
 
 def require_output_dtype(name: str, value: Any, allowed: Sequence[torch.dtype] = OUTPUT_DTYPES) -> torch.dtype:
@@ -324,8 +334,9 @@ def require_tensor(
 class Unchanged:
     """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps weak references to the objects and their addresses: ``tensor.data = other`` or a resized storage moves a
-    tensor, and the next :meth:`holds` sees its new address.
+    It keeps weak references to the objects, and of each its address, the size of its storage, shape, strides and dtype.
+    ``tensor.data = other``, ``set_`` and a resized storage change one of them. The address alone does not tell: a storage
+    that was resized twice may be back at its first address, smaller.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
@@ -335,6 +346,7 @@ class Unchanged:
             else (
                 weakref.ref(each),
                 each.data_ptr(),
+                each.untyped_storage().nbytes(),
                 each.shape,
                 None if each.is_contiguous() else each.stride(),  # cheaper to ask again
                 each.dtype,
@@ -343,8 +355,7 @@ class Unchanged:
         ]
 
     def holds(self, *tensors: torch.Tensor | None) -> bool:
-        """Whether these are the same tensors, each with its former address, shape, strides and dtype, and no negative
-        bit."""
+        """Whether these are the same tensors, none of the facts above has changed, and none has a negative bit."""
         if len(tensors) != len(self._known):
             return False
         for tensor, known in zip(tensors, self._known, strict=True):
@@ -352,11 +363,12 @@ class Unchanged:
                 if tensor is not None:
                     return False
                 continue
-            reference, start, shape, strides, dtype = known
+            reference, start, size, shape, strides, dtype = known
             if (
                 tensor is None
                 or reference() is not tensor
                 or tensor.data_ptr() != start
+                or tensor.untyped_storage().nbytes() != size
                 or tensor.shape != shape
                 or (not tensor.is_contiguous() if strides is None else tensor.stride() != strides)
                 or tensor.dtype is not dtype
@@ -492,18 +504,27 @@ class KnownCalls:
             for tensor in tensors:
                 if tensor is None:
                     signature.append(None)
-                    continue
-                place = place_of(tensor, self._device)
-                if place is None:
-                    return None
-                spans.append(place)
-                signature.append((type(tensor), tensor.dtype, tensor.shape))
+                else:
+                    signature += type(tensor), tensor.dtype, tensor.shape
             found = self._found.get(tuple(signature))
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor, no hash, no shape
+            if found is None:
+                return None
+            known, written, sizes = found
+            for place, size in sizes:  # place_of() with a known size: a call per tensor takes 0.1 us longer
+                tensor = tensors[place]
+                start, storage = tensor.data_ptr(), tensor.untyped_storage()
+                if not (
+                    tensor.device == self._device
+                    and tensor.is_contiguous()
+                    and start > 0
+                    and start % POINTER_ALIGNMENT == 0
+                    and not tensor.is_neg()
+                    and start + size <= storage.data_ptr() + storage.nbytes()
+                ):
+                    return None
+                spans.append((start, start + size))
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensor, no hash, no shape, no address
             return None
-        if found is None:
-            return None
-        known, written = found
         return known if not written or are_apart(spans, written, self.bounds) else None
 
     def add(self, known: Any, tensors: Sequence[Any], *options: Any) -> None:
@@ -512,9 +533,11 @@ class KnownCalls:
             return  # a tensor of one integer may be one; it would be kept
         if len(self._found) >= self.MOST:
             self._found.clear()
-        metadata = [None if each is None else (type(each), each.dtype, each.shape) for each in tensors]
-        signature = (*options, *map(type, options), *metadata)
-        self._found[signature] = known, sum(each is not None for each in tensors[: self._written])
+        signature = [*options, *map(type, options)]
+        for each in tensors:
+            signature += (None,) if each is None else (type(each), each.dtype, each.shape)
+        sizes = [(place, each.nbytes) for place, each in enumerate(tensors) if each is not None]
+        self._found[tuple(signature)] = known, sum(place < self._written for place, _ in sizes), sizes
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from operator_calls import on
 
-from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_logits, router_top_k
+from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, router_logits, router_top_k
 from flashinfer.fused_moe.sm12x_router import choose_experts
 from flashinfer.testing import MoECase, make_moe_inputs
 from flashinfer.testing.router_reference import make_router_inputs
@@ -139,3 +140,28 @@ def test_a_graph_holds_it(device: torch.device, tokens: int) -> None:
             output.fill_(torch.nan)
         graph.replay()
         assert all(torch.equal(output.nan_to_num(7.0), plain.nan_to_num(7.0)) for output in captured)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("by", ["function", "layer"])
+def test_logits_have_at_most_512_experts_of_all_ranks(device: torch.device, ranks: int, by: str) -> None:
+    """More are refused before any launch, on each backend; ids of more experts are taken, where these have several ranks."""
+    for experts in (512, 514):
+        if experts // ranks > 512:
+            continue
+        arguments = layer(device, MoECase(2, 32, 32, experts, 2, mode=2, biases=False, ep_size=ranks), 3)
+        logits = random_logits(device, 2, experts, 4)
+        if by == "layer":
+            names = inspect.signature(SM12xMoELayer).parameters
+            step: Any = SM12xMoELayer(**{name: arguments.pop(name) for name in names if name in arguments}).run
+        else:
+            step = moe_step
+        weights, ids = choose_experts(logits, 2, None)
+        wanted = step(token_selected_experts=ids, token_final_scales=weights, **arguments)
+        if experts == 512:
+            got = step(router_logits=logits, top_k=2, **arguments)
+            assert torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=0, equal_nan=True)
+            continue
+        text = r"^router_logits is torch.float32 \(2, 514\) on .*; it must have at most 512 experts of all ranks"
+        with pytest.raises(ValueError, match=text):
+            step(router_logits=logits, top_k=2, **arguments)

@@ -13,7 +13,9 @@ from flashinfer.quantization.block_scaled import (
     LAYOUTS,
     WEIGHT_FORMATS,
     BlockScaledWeight,
+    dequantize_rows,
     dequantize_weight,
+    quantize_rows,
     quantize_weight,
 )
 from flashinfer.testing import mxfp_formats
@@ -150,3 +152,51 @@ def test_errors_name_what_is_wrong() -> None:
         dequantize_weight(q, "mxfp6", 96)
     with pytest.raises(ValueError, match=r"values is torch.uint8 .*; it must be torch.int8 \[n, 64\]"):
         dequantize_weight(q, "mxint8", 64)
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
+@pytest.mark.parametrize("linear", [False, True], ids=["128x4", "linear"])
+def test_a_wrong_part_of_a_quantized_weight_is_named(form: str, linear: bool) -> None:
+    """Before torch computes: the part, what it was, and what it may be."""
+    dequantize, quantize = (dequantize_rows, quantize_rows) if linear else (dequantize_weight, quantize_weight)
+    w = torch.randn(133, 96, generator=seeded(7))
+    q = quantize(w, form)
+    assert dequantize(q, form, 96).shape == w.shape
+    s, v = q.scales, q.values
+    scale_texts = r"^scales is .*; it must be \d+ contiguous bytes: (128x4|linear) scales of 133 rows and \d blocks of"
+    short = s.clone()
+    short.untyped_storage().resize_(s.nbytes - 1)
+    cut = v.clone()
+    cut.untyped_storage().resize_(v.nbytes - 1)
+    bad: list[tuple[dict[str, object], int, str, type[Exception]]] = [
+        ({}, 64, "^values is .*; it must be .*", ValueError),
+        ({}, 128, "^values is .*; it must be .*", ValueError),
+        ({}, 48, "^k is 48; it must be a positive multiple of 32", ValueError),
+        ({}, 0, "^k is 0; it must be an integer", ValueError),
+        ({"scales": s.flatten()[:-1]}, 96, scale_texts, ValueError),
+        ({"scales": torch.cat([s, s])}, 96, scale_texts, ValueError),
+        ({"scales": s[:, :1].contiguous()}, 96, scale_texts, ValueError),
+        ({"scales": s.float()}, 96, "^scales is torch.float32", ValueError),
+        ({"scales": s.to("meta")}, 96, "^scales is .* on meta", ValueError),
+        ({"scales": short}, 96, "^scales is .*, of which its storage holds", ValueError),
+        ({"scales": None}, 96, "^scales is None; it must be", TypeError),
+        ({"values": cut}, 96, "^values is .*, of which its storage holds", ValueError),
+        ({"values": v[0]}, 96, "^values is .*; it must be packed rows", ValueError),
+        ({"values": None}, 96, "^values is None; it must be packed rows", TypeError),
+        ({"values": v.float()}, 96, "^values is torch.float32", ValueError),
+    ]
+    if form == "nvfp4":
+        bad += [
+            ({"global_scale": 1.0}, 96, "^global_scale is 1.0; it must be", TypeError),
+            ({"global_scale": torch.ones(2)}, 96, r"^global_scale is torch.float32 \(2,\)", ValueError),
+            ({"global_scale": torch.ones(1).double()}, 96, "^global_scale is torch.float64", ValueError),
+        ]
+    else:
+        bad.append(
+            ({"global_scale": torch.ones(1)}, 96, f"^global_scale is .*; {form} has none, pass None", ValueError)
+        )
+    for changes, k, text, error in bad:
+        with pytest.raises(error, match=text):
+            dequantize(q._replace(**changes), form, k)
+    with pytest.raises(TypeError, match=r"^weight is a tuple of 3; it must be a BlockScaledWeight"):
+        dequantize(tuple(q), form, 96)  # type: ignore[arg-type]

@@ -204,3 +204,17 @@ def test_a_gpu_gives_the_same_codes(device: torch.device, form: Any) -> None:
     for one, two in zip(here, there, strict=True):
         if one is not None and two is not None:
             assert int((one.view(torch.uint8) != two.cpu().view(torch.uint8)).sum()) <= 1 + one.numel() // 1_000_000
+
+
+def test_a_gram_matrix_and_a_damping_that_fit_nothing_are_named() -> None:
+    weight, gram = torch.randn(8, 64, generator=torch.Generator().manual_seed(3)), torch.eye(64)
+    for changes, error, text in (
+        ({"gram": None}, TypeError, r"^gram is None; it must be \[64, 64\]"),
+        ({"gram": gram[0]}, ValueError, r"^gram is .*; it must be \[64, 64\]"),
+        ({"gram": gram.int()}, ValueError, "^gram is torch.int32 .*; it must be a square float matrix"),
+        ({"damping": -0.1}, ValueError, r"^damping is -0.1; it must be a number in \[0, 1\]"),
+        ({"damping": float("nan")}, ValueError, "^damping is nan; it must be"),
+        ({"damping": None}, TypeError, "^damping is None; it must be"),
+    ):
+        with pytest.raises(error, match=text):
+            quantize_with_feedback(**{"weight": weight, "gram": gram, "weight_format": "mxfp4", **changes})

@@ -316,3 +316,18 @@ def test_quantizers_take_any_strides_and_a_layouts_number(quantize, name: str) -
         expected = quantize(values, **{name: layout})
         for found in (quantize(values, **{name: int(layout)}), quantize(strided, **{name: layout})):
             assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(found, expected, strict=True))
+
+
+def test_where_rounded_tokens_leave_float32() -> None:
+    """The numbers of docs/kernels.md: what is infinite once it is rounded, and the bfloat16 below it."""
+    for quantize, dequantize, first in (
+        (mx_cpu.quantize_mxfp8_linear, dequantize_mxfp8_linear, 1.9375),
+        (mx_cpu.quantize_mxfp4_linear, dequantize_mxfp4_linear, 1.75),
+    ):
+        for sign in (1.0, -1.0):
+            x = torch.zeros(3, 32, dtype=torch.bfloat16)
+            x[0, 0], x[1, 0], x[2, 0] = sign * first * 2.0**127, sign * (first - 2.0**-7) * 2.0**127, sign * torch.inf
+            rounded = dequantize(*quantize(x))
+            assert rounded[0, 0] == rounded[2, 0] == sign * torch.inf
+            assert rounded[1, 0].isfinite()
+            assert not rounded[:, 1:].any()

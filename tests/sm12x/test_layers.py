@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import re
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,8 +25,9 @@ from operator_calls import (
     places,
 )
 
+from flashinfer import sm12x_decode_layer
 from flashinfer.decode import DecodeAttentionLayer
-from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_validation
+from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_operator, sm12x_validation
 from flashinfer.gemm import DenseLayer, sm12x_dense_layer
 from flashinfer.sm12x.checks import KnownCalls, Unchanged, bounds_of, span
 
@@ -371,6 +373,118 @@ def test_each_fact_of_a_tensor_is_known() -> None:
     for other in (square, square.as_strided((4, 4), (0, 1))):
         tensor.data = other
         assert not unchanged.holds(tensor), other.stride()
+
+
+def _large_layer(name: str) -> tuple[Callable[[], Any], torch.Tensor]:
+    """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for itself."""
+    if name == "DenseLayer":
+        weight, scales = torch.zeros(1 << 17, 320, dtype=torch.uint8), torch.zeros(1 << 17, 20, dtype=torch.uint8)
+        dense, x = DenseLayer(weight, scales, weight_format="mxfp4"), torch.zeros(1, 640).bfloat16()
+        return lambda: dense.run(x), weight
+    if name == "DecodeAttentionLayer":
+        cache = torch.zeros(700, 2, 8, 64, 64, dtype=torch.bfloat16)
+        decode, query = DecodeAttentionLayer(cache), torch.zeros(1, 64, 64).bfloat16()
+        table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        return lambda: decode.run(query, table, lengths), cache
+    arguments = OPERATORS["MoE 2"][1]()
+    experts, hidden, inter = 8, 4096, 2560
+    arguments |= dict.fromkeys(
+        ("fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    )
+    arguments["fc1_expert_weights"] = torch.zeros(experts, 2 * inter, hidden // 2, dtype=torch.uint8)
+    arguments["fc2_expert_weights"] = torch.zeros(experts, hidden, inter // 2, dtype=torch.uint8)
+    arguments["quant_scales"] = [
+        torch.zeros(experts, rows, k // 32, dtype=torch.uint8) for rows, k in ((2 * inter, hidden), (hidden, inter))
+    ]
+    arguments["input"] = torch.zeros(3, hidden).bfloat16()
+    arguments["output"] = torch.zeros(3, hidden).bfloat16()
+    if name == "SM12xMoELayer":
+        layer = LAYERS["SM12xMoELayer, MoE 2"]
+        run = layer.of(arguments)
+        return lambda: run(**arguments), arguments["fc2_expert_weights"]
+    cutlass_fused_moe(**arguments)
+    return lambda: cutlass_fused_moe(**arguments), arguments["fc2_expert_weights"]
+
+
+@pytest.mark.parametrize("name", ["DenseLayer", "DecodeAttentionLayer", "SM12xMoELayer", "cutlass_fused_moe"])
+def test_a_storage_that_comes_back_smaller_to_its_address_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``resize_`` twice: same object, same shape, same address; the storage ends before the tensor does."""
+    for module, computes in (
+        (sm12x_operator, "moe_cpu"),
+        (sm12x_dense_layer, "run_served"),
+        (sm12x_decode_layer, "compute"),
+    ):
+        monkeypatch.setattr(module, computes, lambda *given: None)  # it would take seconds
+    call, tensor = _large_layer(name)
+    call()
+    storage, start, size = tensor.untyped_storage(), tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    assert size > 32 << 20, "malloc maps memory of this size for itself, and unmaps it when it is freed"
+    beside = torch.empty(size, dtype=torch.uint8)  # mapped below: the gap does not grow downwards
+    storage.resize_(size + (1 << 20))
+    others = [beside]  # they fill the gaps that the system would give first
+    while (other := torch.empty(size - 16, dtype=torch.uint8)).data_ptr() != start:
+        others.append(other)
+        assert len(others) < 1000, "the first address was given to somebody else"
+    del other
+    storage.resize_(size - 16)
+    assert tensor.data_ptr() == start
+    with pytest.raises(ValueError, match=rf"of which its storage holds {size - 16} bytes; it was resized"):
+        call()
+    storage.resize_(size)
+    call()
+
+
+def test_the_size_of_a_storage_is_a_fact_of_its_own() -> None:
+    """Everything else of the tensor stays as it was."""
+
+    class Tensor:
+        shape, dtype, size = (4, 4), torch.float32, 64
+
+        def data_ptr(self) -> int:
+            return 4096
+
+        def untyped_storage(self) -> Any:
+            return types.SimpleNamespace(nbytes=lambda: self.size)
+
+        def is_contiguous(self) -> bool:
+            return True
+
+        def is_neg(self) -> bool:
+            return False
+
+    tensor: Any = Tensor()
+    unchanged = Unchanged(tensor)
+    assert unchanged.holds(tensor)
+    for size in (63, 0, 65):
+        tensor.size = size
+        assert not unchanged.holds(tensor), size
+    tensor.size = 64
+    assert unchanged.holds(tensor)
+
+
+def test_a_list_that_a_layer_was_made_of_stays_the_callers() -> None:
+    """What the caller does to it later, the layer does not see."""
+    for name, argument in (("SM12xMoELayer, MoE 0", "quant_scales"), ("DecodeAttentionLayer", "kv_cache")):
+        layer = LAYERS[name]
+        arguments = layer.make()
+        if argument == "kv_cache":
+            arguments[argument] = [part.contiguous() for part in arguments[argument].unbind(1)]
+        given = list(arguments[argument])
+        run = layer.of(arguments)
+        expected = outcome(run, arguments)
+        assert not expected[0], expected
+        for change in (list.clear, list.reverse, lambda held: held.append(None), lambda held: held.insert(0, None)):
+            held = arguments[argument]
+            held[:] = given
+            change(held)
+            given[0].data = given[0].data.clone()  # the layer checks its tensors again, and not the caller's list
+            if argument == "kv_cache":
+                assert _alike(expected, outcome(run, layer.make() | {"kv_cache": given})), change
+            else:
+                assert _alike(expected, outcome(run, arguments)), change
+            held[:] = given
 
 
 def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
