@@ -62,7 +62,7 @@ def test_layers_loaded_anew_after_sleep_answer_the_same_from_the_same_addresses(
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.inference_mode():
             for each in (*model.parameters(), *model.buffers()):
-                each.data.view(torch.uint8).fill_(77)
+                each.data.fill_(77)
             for name, buffer in model.named_buffers():
                 buffer.copy_(kept[name])
         reload_weights(made, model, None, None, is_checkpoint_format=True)
