@@ -14,7 +14,8 @@
 #                  COMPILERS="newest" or versions, some kernels with PYTEST_ARGS="-k streamed"
 #   make test-upstream-patch   branches for upstream's pull requests: whole modules, all tests (not in make test);
 #                  upstream's own tests, too, with UPSTREAM_CHECKOUT=<a git checkout of upstream's>
-#   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
+#   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test; DAYS=7:
+#                 today's seventh of it)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
 #   make clean    remove what builds and tools left in the checkout (make distclean: .venv and .venv-vllm too)
@@ -50,7 +51,10 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 
 # Its packages come before those of $(VENV), which it sees through a .pth file: torch is there once.
 VLLM_VENV ?= .venv-vllm
-VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
+# DAYS=7: today's share of the tests, beside each other; tests/vllm_plugin/days.py says which.
+VLLM_SHARE = $(if $(filter-out 1,$(DAYS)),--slow-share=$(shell $(PYTHON) -c \
+	"import datetime; print(f'{datetime.date.today().toordinal() % $(DAYS)}/$(DAYS)')") -n $(TEST_JOBS) --dist worksteal)
+VLLM_TESTS = $(if $(VLLM_SHARE),OMP_NUM_THREADS=1 )$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider $(VLLM_SHARE)
 
 .PHONY: all env compiler emulator test test-slow test-all test-host test-vllm test-kernels test-compilers test-upstream-patch kernels mutate demo bench
 .PHONY: lint format clean distclean
@@ -85,15 +89,16 @@ $(VLLM_VENV)/complete: tests/vllm_plugin/requirements.txt tests/vllm_plugin/requ
 	$(PY) -m venv --clear $(VLLM_VENV)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
-	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm_plugin/requirements.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/vllm_plugin/requirements-no-deps.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile -r tests/vllm_plugin/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps -r tests/vllm_plugin/requirements-no-deps.txt
 	touch $@
 
 # The virtual SM121 in a process of its own, as in test.
 test-vllm: env emulator
 	$(MAKE) VENV=$(VENV) $(VLLM_VENV)/complete
 	$(VLLM_TESTS) tests/vllm_plugin --ignore=tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)
-	$(VLLM_TESTS) tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)
+# pytest's 5: none of them is today's.
+	$(VLLM_TESTS) tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)$(if $(VLLM_SHARE), || test $$? = 5)
 
 kernels: env
 	$(PY) tools/kernels_wheel.py $(KERNELS_ARGS)

@@ -6,6 +6,7 @@ it imports any of vLLM's model code if there is no GPU of the SM12x family (:mod
 if ``import flashinfer`` is not this fork (``flashinfer._version``).
 
 ===============  =====================================================================================
+``fallback``     what a failure leaves to vLLM, and the refusals that end a start
 ``settings``     the user's choices, their sources, and the errors
 ``contacts``     vLLM's names that the plugin uses, and the part that is switched off if one has moved
 ``devices``      whether this machine's GPU is one that the fork serves
@@ -53,7 +54,7 @@ def register() -> None:
                 outcome = f"{name}=0 switches it off"
                 log.warning("flashinfer-sm12x: %s", outcome)  # vLLM may not have set its log's level yet
                 return
-        from . import devices, settings
+        from . import devices, fallback, settings
 
         if aside := settings.load("_version.py").upstream_alone():
             outcome = f"it steps aside: {aside}"
@@ -71,19 +72,24 @@ def register() -> None:
         from . import config
 
         config.install()
-        left = []
+        left, failed = [], []
         for part in ("experts", "nvfp4", "dense", "head", "attention"):
             module = contacts.module(part)
             if module is None:
                 left.append(part)
             elif part != "dense":  # which the quantization config makes
-                module.install()
+                failed.append(part)
+                with fallback.leaving(contacts.MODULES[part][1]):
+                    module.install()
+                    failed.remove(part)
         outcome = "installed"
         if left:
             outcome += f", but what it touches of vLLM moved for: {', '.join(left)}"
+        if failed:
+            outcome += f", but installing failed for: {', '.join(failed)}"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
-        if type(error).__name__ == "VariableError":  # by name: the table of variables itself may be what is missing
+        if "VariableError" in (each.__name__ for each in type(error).__mro__):  # fallback itself may be what is missing
             raise
         # A server without this fork is better than none.
         log.warning(

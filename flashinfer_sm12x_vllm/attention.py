@@ -13,7 +13,7 @@ import functools
 import shutil
 from typing import Any
 
-from . import compiler, contacts, devices, settings
+from . import compiler, contacts, devices, fallback, settings
 
 
 def _vllm_flashinfer() -> Any:
@@ -63,10 +63,11 @@ def install() -> None:
     def has_nvidia_artifactory() -> bool:
         from vllm.config import get_current_vllm_config_or_none
 
-        config = get_current_vllm_config_or_none()
-        chosen = settings.resolve(None if config is None else config.additional_config)
-        if chosen.attention == "flashinfer" and not why_not_compiled():
-            return True
+        with fallback.leaving(contacts.MODULES["attention"][1]):
+            config = get_current_vllm_config_or_none()
+            chosen = settings.resolve(None if config is None else config.additional_config)
+            if chosen.attention == "flashinfer" and not why_not_compiled():
+                return True
         return bool(asked())
 
     has_nvidia_artifactory.sm12x_original = asked  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+from . import fallback
 from .settings import load
 
 toolchain = load("jit/sm12x/toolchain.py")
@@ -19,7 +20,9 @@ def why_none() -> str:
 
     try:
         toolkit = toolchain.discover()
-        capability = current_platform.get_device_capability()
+        capability = None
+        with fallback.leaving("the check of the compiler's architectures is"):
+            capability = current_platform.get_device_capability()
         if not os.environ.get("FLASHINFER_CUDA_ARCH_LIST") and capability is not None:  # the list's is discover's
             toolchain.require_architectures(toolkit, [(capability.major, f"{capability.minor}a")])
         toolchain.find_ninja()

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
-from . import contacts, memory, settings, table
+from . import contacts, fallback, memory, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -33,16 +33,25 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
     """gpt-oss's quantization config, with experts and dense layers by the choices of :mod:`.settings`."""
 
     def _make_moe_method(self, moe_config: Any) -> Any:
-        moe = contacts.module("experts")
-        if moe is None:
-            return super()._make_moe_method(moe_config)
-        return moe.make_method(moe_config, settings.current())
+        moe, method = contacts.module("experts"), None
+        if moe is not None:
+            with fallback.leaving(contacts.MODULES["experts"][1]):
+                method = moe.make_method(moe_config, settings.current())
+        return super()._make_moe_method(moe_config) if method is None else method
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         kind = next((kind for suffix, kind in DENSE_KINDS.items() if prefix.endswith(suffix)), None)
+        method = None
+        if kind is not None and isinstance(layer, LinearBase):
+            with fallback.leaving(contacts.MODULES["dense"][1]):
+                method = self._dense_method(kind, layer, prefix)
+        return super().get_quant_method(layer, prefix) if method is None else method
+
+    def _dense_method(self, kind: str, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer of ``kind``; None if it is vLLM's."""
         dense = contacts.module("dense")
-        if kind is None or not isinstance(layer, LinearBase) or dense is None:
-            return super().get_quant_method(layer, prefix)
+        if dense is None:
+            return None
         chosen = settings.current()
         choice = chosen.choice(kind)
         online = self.online_quantization_config
@@ -50,11 +59,11 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
             # --quantization-config names this layer: the user said it in vLLM's own words.
             instead = f", in place of {chosen.dense}" if chosen.folder(kind) else ""
             table.note(kind, "as --quantization-config says", "vLLM's", f"asked for{instead}")
-            return super().get_quant_method(layer, prefix)
+            return None
         if choice.weights == "bf16":
             table.note(kind, "vLLM's (cuBLAS)", "bf16", "default")
-            return super().get_quant_method(layer, prefix)
-        return dense.DenseMethod(kind, choice, chosen.folder(kind), prefix)
+            return None
+        return dense.method_of(kind, choice, chosen.folder(kind), prefix)
 
 
 class SM12xGptOssHook(GptOssForCausalLMConfig):
@@ -63,17 +72,21 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         chosen = settings.resolve(vllm_config.additional_config)
-        for line in settings.changed_presets(vllm_config.additional_config):
-            logger.info_once("flashinfer-sm12x: %s (docs/accuracy.md)", line)
+        with fallback.leaving("messages about presets are"):
+            for line in settings.changed_presets(vllm_config.additional_config):
+                logger.info_once("flashinfer-sm12x: %s (docs/accuracy.md)", line)
         if isinstance(vllm_config.additional_config, dict):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
         memory.bound_share(vllm_config)
         if dense := contacts.module("dense"):
-            dense.dense_folder.require(chosen, vllm_config)
-            dense.require_compiler(chosen, vllm_config)
+            with fallback.leaving("the check of the folder of quantized layers is"):
+                dense.dense_folder.require(chosen, vllm_config)
+            with fallback.leaving("the check of the compiler is"):
+                dense.require_compiler(chosen, vllm_config)
         if chosen.graphs == "spark":
-            _propose_graph_sizes(vllm_config)
+            with fallback.leaving("sizes of CUDA graphs are"):
+                _propose_graph_sizes(vllm_config)
         GptOssForCausalLMConfig.verify_and_update_config(vllm_config)
 
 
@@ -95,8 +108,9 @@ def install() -> None:
     """Register the classes above, unless another plugin has replaced vLLM's entry."""
     global replaced
     register_quantization_config(settings.CHECKPOINTS)(SM12xGptOssConfig)
-    replaced = ModelRegistry.models.get(ARCHITECTURE)
-    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    with fallback.leaving(contacts.MODULES["decode"][1]):
+        replaced = ModelRegistry.models.get(ARCHITECTURE)
+        ModelRegistry.register_model(ARCHITECTURE, MODEL)
     if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
         MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook
     else:

@@ -4,9 +4,12 @@ go on.
 
 A contact is a name of vLLM's, with the form of its call or its override if that matters:
 
-``f``               it is there
-``f(2, x, y)``      it can be called with two positional arguments and these keywords
-``f <- (layer, x)``  it is overridden here: vLLM passes exactly these
+``f``                     it is there
+``f(a, b, x=, y=None)``   it is called: ``a`` and ``b`` by position, in this order, ``x`` by keyword; ``y`` is left at its
+                          default, which is None (``*args``: by position, as many as there are; ``**more``: by any keyword)
+``f <- (layer, x=None)``  it is overridden here: vLLM's has these parameters, in this order and with these defaults
+
+A default that is no literal is ``...``, which fits every default.
 
 ``Class.name`` may be an attribute of a class or one of its bases, a field, or an attribute that a method assigns to
 ``self``. ``tools/contacts.py`` checks a wheel against the same table without importing it; so nothing of vLLM's is
@@ -15,13 +18,14 @@ imported here until a part is asked for.
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import importlib
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -42,22 +46,36 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "vllm.config.cache": ("CacheConfig.gpu_memory_utilization", "CacheConfig.kv_cache_memory_bytes"),
         "vllm.config.scheduler": ("SchedulerConfig.max_num_seqs", "SchedulerConfig.max_num_batched_tokens"),
-        "vllm.logger": ("init_logger(1)", "_VllmLogger.info_once(2, scope)", "_VllmLogger.warning_once(2, scope)"),
+        "vllm.logger": (
+            "init_logger(name)",
+            "_VllmLogger.info_once(msg, *args, scope=)",
+            "_VllmLogger.warning_once(msg, *args, scope=)",
+        ),
         f"{LAYERS}.linear": ("LinearBase",),
-        f"{LAYERS}.quantization": ("register_quantization_config(1)",),
+        f"{LAYERS}.quantization": ("register_quantization_config(quantization)",),
         f"{LAYERS}.quantization.mxfp4": (
             "GptOssMxfp4Config._make_moe_method <- (moe)",
             "GptOssMxfp4Config.get_quant_method <- (layer, prefix)",
             "GptOssMxfp4Config.online_quantization_config",
         ),
-        f"{MODELS}.registry": ("ModelRegistry.register_model(2)", "ModelRegistry.models"),
+        "vllm.platforms.interface": (
+            *"Platform.is_cuda() Platform.get_device_capability(device_id=0)".split(),
+            "Platform.is_device_capability(capability, device_id=0)",
+            "Platform.is_device_capability_family(capability, device_id=0)",
+            "Platform.get_device_total_memory(device_id=0)",
+            *"DeviceCapability.major DeviceCapability.minor".split(),
+        ),
+        f"{MODELS}.registry": (
+            "ModelRegistry.register_model(model_arch, model_cls)",
+            *"ModelRegistry.models _LazyRegisteredModel.load_model_cls()".split(),
+        ),
         f"{MODELS}.config": ("MODELS_CONFIG_MAP", "GptOssForCausalLMConfig.verify_and_update_config <- (vllm_config)"),
     },
     "experts": {
         f"{MOE}.modular_kernel": (
             "FusedMoEActivationFormat.Standard",
             "FusedMoEActivationFormat.BatchedExperts",
-            "FusedMoEExperts.is_supported_config(5)",
+            "FusedMoEExperts.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)",
             *(
                 f"FusedMoEExperts.{name}"
                 for name in ("moe_config", "quant_dtype", "activation_config", "post_gemm2_hook")
@@ -103,7 +121,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("FlashInferExperts.device", "FlashInferExperts.fake_input_scale"),
         ),
         f"{MOE}.fused_moe_method_base": (
-            "FusedMoEMethodBase.__init__(1)",
+            "FusedMoEMethodBase.__init__(moe)",
+            "FusedMoEMethodBase.moe",
             "FusedMoEMethodBase.maybe_roundup_sizes <- (hidden_size, intermediate_size_per_partition, act_dtype, "
             "moe_parallel_config)",
         ),
@@ -111,12 +130,13 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8",
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16",
             "_user_moe_activation_override()",
-            "convert_weight_to_mxfp4_moe_kernel_format(0, mxfp4_backend, layer, w13_weight, w2_weight, w13_weight_scale, "
-            "w2_weight_scale, w13_bias, w2_bias)",
-            "make_mxfp4_moe_kernel(0, moe_quant_config, moe_config, mxfp4_backend, experts_cls, routing_tables)",
+            "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, w13_weight_scale=, "
+            "w2_weight_scale=, w13_bias=, w2_bias=, _cache_permute_indices=None, activation=None, "
+            "use_separated_a4w4=False, activation_key=None)",
+            "make_mxfp4_moe_kernel(moe_quant_config=, moe_config=, mxfp4_backend=, experts_cls=, routing_tables=)",
         ),
         f"{MOE}.routed_experts": (
-            "RoutedExperts._expert_routing_tables()",
+            *"RoutedExperts._expert_routing_tables() RoutedExperts.activation".split(),
             *(f"RoutedExperts.{name}" for name in ("expert_map", "quant_method", "renormalize", "scoring_func")),
             *(f"RoutedExperts.{name}" for name in ("apply_router_weight_on_input", "routed_scaling_factor")),
         ),
@@ -132,12 +152,12 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "GptOssMxfp4MoEMethod.experts_cls",
             "GptOssMxfp4MoEMethod.moe_kernel",
             "GptOssMxfp4MoEMethod.moe_quant_config",
-            "GptOssMxfp4MoEMethod.get_fused_moe_quant_config(1)",
+            "GptOssMxfp4MoEMethod.get_fused_moe_quant_config(layer)",
             "GptOssMxfp4MoEMethod.process_weights_after_loading <- (layer)",
-            "select_deepseek_v4_mxfp4_moe_backend(1)",
+            "select_deepseek_v4_mxfp4_moe_backend(config)",
         ),
         f"{LAYERS}.quantization.quark.quark_moe": (
-            "select_mxfp4_moe_backend(1, activation_key)",
+            "select_mxfp4_moe_backend(config, activation_key=)",
             "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format",
         ),
         f"{LAYERS}.quantization.utils.quant_utils": ("kMxfp4Static", "kMxfp8Dynamic"),
@@ -145,7 +165,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
         "vllm.config.lora": ("LoRAConfig.target_modules",),
         "vllm.config.vllm": ("VllmConfig.lora_config",),
-        "vllm.model_executor.utils": ("replace_parameter(3)",),
+        "vllm.model_executor.utils": ("replace_parameter(layer, param_name, new_tensor)",),
     },
     "nvfp4": {
         f"{MOE}.activation": tuple(
@@ -160,7 +180,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         f"{MOE}.oracle.nvfp4": (
             "NvFp4MoeBackend.FLASHINFER_CUTLASS",
-            "select_nvfp4_moe_backend(0, config, weight_key, activation_key)",
+            "select_nvfp4_moe_backend(config=, weight_key=, activation_key=)",
         ),
         f"{LAYERS}.quantization.modelopt": ("select_nvfp4_moe_backend",),
         f"{LAYERS}.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4": (
@@ -169,7 +189,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.quantization.utils.quant_utils": ("kNvfp4Static", "kNvfp4Dynamic"),
     },
     "dense": {
-        "vllm.config": ("set_current_vllm_config(1)",),
+        "vllm.config": ("set_current_vllm_config(vllm_config, check_compile=False, prefix=None)",),
         "vllm.config.vllm": tuple(
             f"VllmConfig.{name}" for name in ("model_config", "parallel_config", "device_config", "load_config")
         ),
@@ -181,45 +201,61 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.device": ("DeviceConfig.device_type",),
         "vllm.config.load": ("LoadConfig.load_format",),
         "vllm.model_executor.kernels.linear": (
-            "_get_linear_backend(0, quantization)",
-            "init_mxfp8_linear_kernel(0, weight_shape)",
-            "init_mxfp4_linear_kernel(0, activation_quant_key)",
+            "_get_linear_backend(quantization=)",
+            "init_mxfp8_linear_kernel(weight_shape=, bmm_batch_size=None)",
+            "init_mxfp4_linear_kernel(activation_quant_key=)",
         ),
+        f"{LAYERS}.quantization.online.base": ("OnlineQuantizationConfig.resolve_quant_method_cls(layer_cls, prefix)",),
         f"{LAYERS}.linear": (
+            "UnquantizedLinearMethod.__init__()",
+            "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "output_size, params_dtype, **extra_weight_attrs)",
+            "UnquantizedLinearMethod.process_weights_after_loading(layer)",
+            "LinearBase.quant_method",
             "LinearMethodBase.create_weights <- (layer, input_size_per_partition, output_partition_sizes, input_size, "
-            "output_size, params_dtype, extra_weight_attrs)",
-            "LinearMethodBase.apply <- (layer, x, bias)",
-            "QKVParallelLinear.weight_loader(3)",
-            "RowParallelLinear.weight_loader(2)",
+            "output_size, params_dtype, **extra_weight_attrs)",
+            "LinearMethodBase.apply <- (layer, x, bias=None)",
+            "QKVParallelLinear.weight_loader(param, loaded_weight, loaded_shard_id)",
+            "RowParallelLinear.weight_loader(param, loaded_weight)",
         ),
         "vllm.model_executor.model_loader.reload.layerwise": (
-            "get_layerwise_info(1)",
-            "initialize_online_processing(1)",
+            "get_layerwise_info(layer)",
+            "initialize_online_processing(layer)",
         ),
         "vllm.model_executor.model_loader.reload.types": ("LayerReloadingInfo.reset()",),
         "vllm.model_executor.parameter": (
-            "ModelWeightParameter.__init__(0, data, input_dim, output_dim, weight_loader)",
+            "ModelWeightParameter.__init__(data=, input_dim=, output_dim=, weight_loader=)",
         ),
-        "vllm.model_executor.utils": ("replace_parameter(3)",),
+        "vllm.model_executor.utils": ("replace_parameter(layer, param_name, new_tensor)",),
         f"{LAYERS}.vocab_parallel_embedding": (
-            "UnquantizedEmbeddingMethod.tie_weights(2)",
-            "ParallelLMHead.weight_loader(2)",
+            "UnquantizedEmbeddingMethod()",
+            "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "output_size, params_dtype, **extra_weight_attrs)",
+            "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",
+            "UnquantizedEmbeddingMethod.tie_weights(layer, embed_tokens)",
+            "ParallelLMHead.weight_loader(param, loaded_weight)",
         ),
     },
     "head": {
         "vllm.config.vllm": ("VllmConfig.model_config",),
-        "vllm.config.model": ("ModelConfig.hf_config",),
-        "vllm.model_executor.custom_op": ("PluggableLayer.register_oot(0, name)", "op_registry_oot"),
+        "vllm.config.model": (*"ModelConfig.hf_config ModelConfig.architecture ModelConfig.runner_type".split(),),
+        "vllm.model_executor.custom_op": (
+            "PluggableLayer.register_oot(name=, _decorated_layer_cls=None)",
+            "op_registry_oot",
+        ),
         f"{LAYERS}.vocab_parallel_embedding": (
-            "ParallelLMHead.__init__(2, bias, params_dtype, org_num_embeddings, padding_size, quant_config, prefix, "
-            "quant_method)",
+            "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, padding_size=, "
+            "quant_config=, prefix=, quant_method=, disable_tp=False)",
         ),
     },
     "attention": {
         "vllm.utils.flashinfer": ("has_nvidia_artifactory()", "_flashinfer_nvcc_path()"),
     },
     "decode": {
-        "vllm._custom_ops": ("rms_norm(4)", "fused_add_rms_norm(4)"),
+        "vllm._custom_ops": (
+            "rms_norm(out, input, weight, epsilon)",
+            "fused_add_rms_norm(input, residual, weight, epsilon)",
+        ),
         "vllm.envs": (*"VLLM_BATCH_INVARIANT VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_MOE_SKIP_PADDING".split(),),
         "vllm.config": (
             *"CompilationMode.NONE CompilationMode.VLLM_COMPILE CUDAGraphMode.NONE CUDAGraphMode.FULL".split(),
@@ -235,9 +271,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.parallel": tuple(
             f"ParallelConfig.{name}"
             for name in "enable_eplb pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
-            "decode_context_parallel_size use_sequence_parallel_moe use_ubatching".split()
+            "decode_context_parallel_size use_sequence_parallel_moe use_ubatching tensor_parallel_size".split()
         ),
         "vllm.config.compilation": ("CompilationConfig.mode", "CompilationConfig.cudagraph_mode"),
+        "vllm.config.aux_output": ("AuxOutputConfig.enabled",),
         "vllm.config.model": ("ModelConfig.dtype",),
         "vllm.config.attention": ("AttentionConfig.use_trtllm_attention",),
         "vllm.config.offload": (
@@ -250,9 +287,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "vllm.sequence": ("IntermediateTensors",),
         f"{MODELS}.gpt_oss": (
-            "GptOssForCausalLM.__init__ <- (vllm_config, prefix)",
-            "GptOssForCausalLM.forward <- (input_ids, positions, intermediate_tensors, inputs_embeds)",
-            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(1) GptOssModel.layers GptOssModel.norm".split(),
+            "GptOssForCausalLM.__init__ <- (vllm_config, prefix='')",
+            "GptOssForCausalLM.forward <- (input_ids, positions, intermediate_tensors=None, inputs_embeds=None)",
+            "GptOssForCausalLM.load_weights <- (weights)",
+            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(input_ids) GptOssModel.layers GptOssModel.norm".split(),
             *"GptOssModel.aux_hidden_state_layers TransformerBlock.attn TransformerBlock.mlp".split(),
             *"TransformerBlock.input_layernorm TransformerBlock.post_attention_layernorm OAIAttention.qkv_proj".split(),
             *"OAIAttention.o_proj OAIAttention.attn OAIAttention.rotary_emb MLPBlock.router MLPBlock.experts".split(),
@@ -260,18 +298,23 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         f"{LAYERS}.layernorm": ("RMSNorm.weight", "RMSNorm.variance_epsilon"),
         f"{LAYERS}.rotary_embedding.base": ("RotaryEmbeddingBase.cos_sin_cache",),
-        f"{LAYERS}.linear": ("ReplicatedLinear.bias", "ColumnParallelLinear.bias", "LinearBase.quant_method"),
+        f"{LAYERS}.linear": (
+            *"ReplicatedLinear.bias ColumnParallelLinear.bias LinearBase.quant_method".split(),
+            "ColumnParallelLinear.forward(input_)",
+            "RowParallelLinear.forward(input_)",
+        ),
         f"{LAYERS}.attention": tuple(
             f"Attention.{name}"
             for name in "layer_name num_heads num_kv_heads head_size attn_backend kv_cache_dtype impl kv_cache".split()
         ),
         f"{MOE}.runner.moe_runner": (
-            *"MoERunner.router MoERunner.routed_experts MoERunner._maybe_reduce_final_output(2)".split(),
+            *"MoERunner.router MoERunner.routed_experts".split(),
+            "MoERunner._maybe_reduce_final_output(states, trunc_size, output_is_reduced=None)",
         ),
         f"{MOE}.router.base_router": ("BaseRouter.top_k",),
         f"{MOE}.routed_experts": (
             *"RoutedExperts.quant_method RoutedExperts.moe_config RoutedExperts._ensure_moe_quant_config_init()".split(),
-            "RoutedExperts.forward_modular(0, x, topk_weights, topk_ids)",
+            "RoutedExperts.forward_modular(x=, topk_weights=, topk_ids=, shared_experts=None, shared_experts_input=None)",
             "RoutedExperts.activation",
         ),
         "vllm.v1.attention.backends.flashinfer": (
@@ -284,8 +327,9 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
                 for name in ("kernel", "q_len_per_req", "mask", "q_cu_seq_lens", "block_tables", "seq_lens")
             ),
         ),
+        "vllm.v1.attention.backend": ("AttentionBackend.get_name()",),
         "vllm.v1.kv_cache_layout": ("KVCacheLayout.layer_view_order",),
-        "vllm.v1.attention.backends.utils": ("get_flashinfer_layout_string(1)",),
+        "vllm.v1.attention.backends.utils": ("get_flashinfer_layout_string(layout)",),
     },
 }
 """Part -> module -> contacts in it."""
@@ -299,15 +343,14 @@ class Contact(NamedTuple):
 
     Attributes:
         path: The name, qualified by its classes.
-        call: The number of positional arguments of the plugin's call, and its keywords; None: the plugin does not call
-            it.
-        takes: The parameters that vLLM passes to the plugin's override; None: the plugin does not override it.
+        call: The arguments of the plugin's call, as the entry has them; None: the plugin does not call it.
+        takes: The signature that the plugin's override has; None: the plugin does not override it.
     """
 
     module: str
     path: str
-    call: tuple[int, tuple[str, ...]] | None
-    takes: tuple[str, ...] | None
+    call: tuple[str, ...] | None
+    takes: inspect.Signature | None
 
     def __str__(self) -> str:
         return f"{self.module}.{self.path}"
@@ -317,13 +360,11 @@ def parse(module: str, text: str) -> Contact:
     match = re.fullmatch(r"([\w.]+)(?:\((.*)\)| <- \((.*)\))?", text)
     assert match is not None, text
     path, call, takes = match.groups()
-    words = re.findall(r"\w+", takes if call is None else call) if (takes or call) else []
     if takes is not None:
-        return Contact(module, path, None, tuple(words))
-    if call is None:
-        return Contact(module, path, None, None)
-    count = int(words.pop(0)) if words and words[0].isdigit() else 0
-    return Contact(module, path, (count, tuple(words)), None)
+        (function,) = ast.parse(f"def f({takes}): ...").body
+        assert isinstance(function, ast.FunctionDef)
+        return Contact(module, path, None, signature_of(function.args))
+    return Contact(module, path, None if call is None else tuple(filter(None, call.split(", "))), None)
 
 
 def contacts(part: str) -> Iterator[Contact]:
@@ -332,21 +373,97 @@ def contacts(part: str) -> Iterator[Contact]:
             yield parse(module, text)
 
 
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    """The signature of a definition in a source."""
+    kinds = inspect.Parameter
+    by_position = [
+        *((each, kinds.POSITIONAL_ONLY) for each in arguments.posonlyargs),
+        *((each, kinds.POSITIONAL_OR_KEYWORD) for each in arguments.args),
+    ]
+    defaults: list[ast.expr | None] = [None] * (len(by_position) - len(arguments.defaults)) + list(arguments.defaults)
+    found = [
+        kinds(each.arg, kind, default=kinds.empty if default is None else _value(default))
+        for (each, kind), default in zip(by_position, defaults, strict=True)
+    ]
+    if arguments.vararg:
+        found.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        value = kinds.empty if default is None else _value(default)
+        found.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=value))
+    if arguments.kwarg:
+        found.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(found)
+
+
+def _value(expression: ast.expr) -> Any:
+    """The value of a literal; else ``...``."""
+    try:
+        return ast.literal_eval(expression)
+    except ValueError:
+        return ...
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as an entry of the table has it: no annotation, and a default that is no literal is ``...``."""
+    default = parameter.default
+    if default is not parameter.empty and type(default) not in (bool, int, float, str, type(None)):
+        default = ...
+    return parameter.replace(annotation=parameter.empty, default=default)
+
+
+def _fits(default: Any, other: Any) -> bool:
+    """Whether two defaults of a parameter may be the same; no default fits no other."""
+    if inspect.Parameter.empty in (default, other) or ... not in (default, other):
+        return type(default) is type(other) and bool(default == other)
+    return True
+
+
 def misfit(contact: Contact, signature: inspect.Signature) -> str:
-    """Why the contact does not fit what takes these arguments, ``self`` not among them; an empty text where it does."""
+    """Why the contact does not fit what has this signature, ``self`` not in it; an empty text where it does."""
+    parameters = [_plain(each) for each in signature.parameters.values()]
+    shown = str(inspect.Signature(parameters)).replace("Ellipsis", "...")
     if contact.call is not None:
-        count, words = contact.call
-        try:
-            signature.bind(*[None] * count, **dict.fromkeys(words))
-        except TypeError as error:
-            return f"{contact} takes {_named(signature)}: {error}"
-    if contact.takes is not None and tuple(signature.parameters) != contact.takes:
-        return f"{contact} takes {_named(signature)}, not ({', '.join(contact.takes)})"
+        reason = _misfit_of_call(contact.call, parameters)
+        return f"{contact} takes {shown}: {reason}" if reason else ""
+    if contact.takes is None:
+        return ""
+    expected = list(contact.takes.parameters.values())
+    if [(each.name, each.kind) for each in expected] == [(each.name, each.kind) for each in parameters] and all(
+        _fits(one.default, other.default) for one, other in zip(expected, parameters, strict=True)
+    ):
+        return ""
+    return f"{contact} takes {shown}, not {str(contact.takes).replace('Ellipsis', '...')}"
+
+
+def _misfit_of_call(arguments: Iterable[str], parameters: Sequence[inspect.Parameter]) -> str:
+    kinds = inspect.Parameter
+    named = {each.name: each for each in parameters}
+    takes_any = {each.kind for each in parameters} & {kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD}
+    in_order = [each for each in parameters if each.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    given: set[str] = set()
+    for place, argument in enumerate(arguments):
+        name, equals, default = argument.partition("=")
+        if name.startswith("**"):
+            if kinds.VAR_KEYWORD not in takes_any:
+                return "it takes no other keywords"
+        elif name.startswith("*"):
+            if kinds.VAR_POSITIONAL not in takes_any:
+                return "it takes no more arguments by position"
+        elif not equals:
+            if place >= len(in_order) or in_order[place].name != name:
+                return f"argument {place + 1} is not {name}"
+        elif not default:
+            by_keyword = name in named and named[name].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+            if name in given or not (by_keyword or kinds.VAR_KEYWORD in takes_any):
+                return f"{name} is no keyword"
+        elif name in named and not _fits(ast.literal_eval(default), named[name].default):
+            return f"{name} is not {default} by default"
+        given.add(name)
+    needed = (each.name for each in parameters if each.default is each.empty and each.name not in given)
+    for name in needed:
+        if named[name].kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+            return f"{name} is needed"
     return ""
-
-
-def _named(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
 
 
 def probe(contact: Contact) -> str:
@@ -364,8 +481,12 @@ def probe(contact: Contact) -> str:
             found = getattr(holder, name)
         except AttributeError:
             return f"{contact} is gone"
+        except Exception as error:  # of a name whose value is computed
+            return f"{contact} cannot be read: {type(error).__name__}: {error}"
     if contact.call is None and contact.takes is None:
         return ""
+    if str(getattr(found, "__module__", "")).startswith(f"{__package__}."):
+        return ""  # replaced by this plugin, which asked before it did
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -424,12 +545,12 @@ def _why_not(part: str) -> str:
     for other in NEEDS.get(part, ()):
         if why_not(other):
             return f"{MODULES[other][1]}, too"
-    if moved := list(filter(None, map(probe, contacts(part)))):
-        more = f"; and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
-        return "; ".join(moved[:SHOWN]) + more
     try:
+        if moved := list(filter(None, map(probe, contacts(part)))):
+            more = f"; and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+            return "; ".join(moved[:SHOWN]) + more
         importlib.import_module(f".{MODULES[part][0]}", __package__)
-    except Exception as error:  # a contact that is in no table
+    except Exception as error:  # a name that computes its value and fails, or an import of ours that is not there
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -9,6 +9,7 @@ kernel of that name computes instead, if vLLM has the format.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -18,12 +19,13 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from . import compiler, dense_folder, settings, table
+from . import compiler, contacts, dense_folder, fallback, settings, table
 from .settings import Choice
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -44,16 +46,10 @@ class ForkKernel:
         self._made: Any = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales into the kernels' layout; the module, if this process has not built it yet."""
-        from flashinfer.jit.sm12x.modules import gen_dense_module
+        """Scales into the kernels' layout."""
         from flashinfer.quantization import mx_cpu
-        from flashinfer.sm12x.backend import kernels
 
         replace_parameter(layer, "weight_scale", mx_cpu.swizzle_128x4(layer.weight_scale))
-        if layer.weight.is_cuda:
-            backend = kernels(layer.weight.device)
-            assert backend is not None
-            backend.module(gen_dense_module, self.weights)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., K]``, in ``x``'s dtype."""
@@ -106,20 +102,62 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 
     Raises
     ------
-    ValueError
-        vLLM's error if the named kernel cannot serve the format.
+    Refusal
+        The named kernel cannot serve the format; with vLLM's message, if vLLM says so.
     """
     if _is_ours(choice.weights):
         return ForkKernel(choice)
     if choice.weights not in VLLMS:
-        raise ValueError(
+        raise fallback.Refusal(
             f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that multiplies "
             f"{choice.weights} weights as this plugin makes them; it may be auto, or the layer in {' or '.join(VLLMS)}"
         )
-    if choice.weights == "mxfp8":
-        return linear.init_mxfp8_linear_kernel(weight_shape=shape)
-    assert choice.weights == "mxfp4"  # "bf16" has no kernel object
-    return linear.init_mxfp4_linear_kernel(activation_quant_key=None)
+    try:
+        if choice.weights == "mxfp8":
+            return linear.init_mxfp8_linear_kernel(weight_shape=shape)
+        assert choice.weights == "mxfp4"  # "bf16" has no kernel object
+        return linear.init_mxfp4_linear_kernel(activation_quant_key=None)
+    except ValueError as error:
+        raise fallback.Refusal(str(error)) from error
+
+
+@functools.cache
+def build(device_type: str, weights: str) -> str:
+    """Build the module of a format, or find it built; why that failed, or an empty text. Once a process, before weights are
+    loaded."""
+    if device_type != "cuda":
+        return ""  # tests: CPU tensors need no module
+    try:
+        from flashinfer.jit.sm12x.modules import gen_dense_module
+        from flashinfer.sm12x.backend import kernels
+
+        backend = kernels(torch.device("cuda", torch.cuda.current_device()))
+        assert backend is not None
+        backend.module(gen_dense_module, weights)
+    except Exception as error:  # a compiler or a linker may fail in any way
+        return f"the kernels of {weights} could not be built: {error}"
+    return ""
+
+
+def method_of(kind: str, choice: Choice, folder: str, prefix: str) -> DenseMethod | None:
+    """The method of a layer that is to be quantized; None, said in log and table, if its kernels cannot be built.
+
+    Raises
+    ------
+    Refusal, FolderError
+        The folder that a user named cannot be used; nothing takes its place.
+    """
+    reason = build(torch.get_default_device().type, choice.weights) if _is_ours(choice.weights) else ""
+    if not reason:
+        try:
+            return DenseMethod(kind, choice, folder, prefix)
+        except Exception as error:
+            if not folder or fallback.is_refusal(error):
+                raise
+            raise fallback.Refusal(f"{folder} cannot be used for {prefix}: {type(error).__name__}: {error}") from error
+    fallback.log_once(contacts.MODULES["dense"][1], reason)
+    table.note(kind, "vLLM's (cuBLAS)", "bf16", reason)
+    return None
 
 
 def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
@@ -130,7 +168,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
 
     Raises
     ------
-    ValueError
+    Refusal
         There is neither a CUDA compiler for this GPU nor a wheel of kernels; the message says what to install, and how
         to do without.
     """
@@ -147,7 +185,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
         ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
     if ours and (reason := compiler.why_none()):
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
-        raise ValueError(
+        raise fallback.Refusal(
             f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {reason}. "
             f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
         )
@@ -175,6 +213,7 @@ class DenseMethod(LinearMethodBase):
     def __init__(self, kind: str, choice: Choice, folder: str = "", prefix: str = "") -> None:
         self.kind, self.choice = kind, choice
         self.quantized = dense_folder.Layer(folder, kind, prefix) if folder else None
+        self._processed = False
 
     def create_weights(
         self,
@@ -187,19 +226,57 @@ class DenseMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """A weight without storage: vLLM's layerwise loading gives it some when its checkpoint tensors are there."""
+        self.kernel: Any = None
+        with fallback.leaving(contacts.MODULES["dense"][1]):
+            self._create_weight(layer, input_size_per_partition, output_partition_sizes, params_dtype, attributes)
+        if self.kernel is None:
+            get_layerwise_info(layer).reset()
+            self._leave(layer).create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                params_dtype,
+                **attributes,
+            )
+
+    def _leave(self, layer: Any) -> Any:
+        """Make the layer vLLM's, in bf16; its method."""
+        table.note(self.kind, "vLLM's (cuBLAS)", "bf16", "failed, as the log says")
+        layer.quant_method = (
+            UnquantizedLinearMethod() if isinstance(layer, LinearBase) else UnquantizedEmbeddingMethod()
+        )
+        return layer.quant_method
+
+    def _create_weight(
+        self,
+        layer: Any,
+        k: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        attributes: dict[str, Any],
+    ) -> None:
         rows = sum(output_partition_sizes)
-        if input_size_per_partition % BLOCK_SIZE:
-            raise ValueError(
-                f"{self.kind}: a rank's shard has K = {input_size_per_partition}; {self.choice.weights} needs a multiple of "
+        if k % BLOCK_SIZE:
+            raise fallback.Refusal(
+                f"{self.kind}: a rank's shard has K = {k}; {self.choice.weights} needs a multiple of "
                 f'{BLOCK_SIZE}. Choose {{"sm12x": {{"{self.kind}": "bf16"}}}} for this tensor-parallel size'
+            )
+        kernel = make_kernel(self.choice, (rows, k))
+        ours = isinstance(kernel, ForkKernel)
+        if ours and self.choice.activations == "a16" and params_dtype is not torch.bfloat16:
+            raise fallback.Refusal(
+                f"{self.kind}: the model's activations are {params_dtype}; {self.choice} takes torch.bfloat16. Choose "
+                f'{{"sm12x": {{"{self.kind}": "{self.choice.weights}-a8"}}}}, or start with --dtype bfloat16'
             )
         # vLLM's kernels read these attributes of a layer.
         layer.logical_widths = output_partition_sizes
-        layer.input_size_per_partition = input_size_per_partition
+        layer.input_size_per_partition = k
         layer.output_size_per_partition = rows
         layer.orig_dtype = params_dtype
         layer.weight_block_size = None
-        data = torch.empty(rows, input_size_per_partition, device="meta", dtype=params_dtype)
+        data = torch.empty(rows, k, device="meta", dtype=params_dtype)
         loader = attributes.get("weight_loader")
         if self.quantized is not None:
             loader = self.quantized.watch(loader)
@@ -207,29 +284,27 @@ class DenseMethod(LinearMethodBase):
             "weight", ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         )
         initialize_online_processing(layer)
-        self.kernel = make_kernel(self.choice, (rows, input_size_per_partition))
-        ours = isinstance(self.kernel, ForkKernel)
-        if ours and self.choice.activations == "a16" and params_dtype is not torch.bfloat16:
-            raise ValueError(
-                f"{self.kind}: the model's activations are {params_dtype}; {self.choice} takes torch.bfloat16. Choose "
-                f'{{"sm12x": {{"{self.kind}": "{self.choice.weights}-a8"}}}}, or start with --dtype bfloat16'
-            )
-        backend = "flashinfer-sm12x" if ours else f"vLLM's {type(self.kernel).__name__}"
+        backend = "flashinfer-sm12x" if ours else f"vLLM's {type(kernel).__name__}"
         why = "chosen" if ours else "--linear-backend"
         table.note(
             self.kind, backend, str(self.choice), why if self.quantized is None else f"{why}, {self.quantized.name}"
         )
+        self.kernel = kernel
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        from flashinfer.quantization.block_scaled import quantize_rows
-
-        weights: Any = self.choice.weights
-        if self.quantized is None:
-            quantized = quantize_rows(layer.weight, weights)
+        quantized = None
+        # Loaded anew: CUDA graphs hold the first load's tensors. From a folder: nothing takes the place of what a user named.
+        if self._processed or self.quantized is not None:
+            quantized = self._quantize(layer)
         else:
-            quantized = self.quantized.weight(layer)
+            with fallback.leaving(contacts.MODULES["dense"][1]):
+                quantized = self._quantize(layer)
+        if quantized is None:
+            self._leave(layer).process_weights_after_loading(layer)
+            return
+        self._processed = True
         layer.input_scale = None
         replace_parameter(layer, "weight", quantized.values)
         replace_parameter(layer, "weight_scale", quantized.scales)
@@ -237,13 +312,18 @@ class DenseMethod(LinearMethodBase):
         self.kernel.process_weights_after_loading(layer)
         layer._already_called_process_weights_after_loading = True
 
+    def _quantize(self, layer: Any) -> Any:
+        """The layer's bf16 weight as a ``BlockScaledWeight``, or the folder's."""
+        from flashinfer.quantization.block_scaled import quantize_rows
+
+        weights: Any = self.choice.weights
+        return quantize_rows(layer.weight, weights) if self.quantized is None else self.quantized.weight(layer)
+
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.kernel.apply_weights(layer, x, bias)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """A head that shares the embedding's weight stays as the embedding is: a lookup needs bf16 rows."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
         logger.warning_once("flashinfer-sm12x: the LM head shares the embedding's weight, so it stays bf16")
         table.note(self.kind, "vLLM's (cuBLAS)", "bf16, with the embedding", "tied to the embedding")
         get_layerwise_info(layer).reset()  # else the loader makes a weight of its own for it

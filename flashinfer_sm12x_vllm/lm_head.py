@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from . import dense, reach, settings, table
+from . import contacts, dense, fallback, reach, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -25,24 +25,34 @@ class SM12xParallelLMHead(ParallelLMHead):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *args: Any, prefix: str = "", quant_method: Any = None, **kw: Any
     ) -> None:
-        model = _model_that_is_built() if quant_method is None and prefix == "lm_head" else None
-        if model is not None and model.hf_config.model_type == "gpt_oss":
-            chosen = settings.current()
-            choice = chosen.choice("lm_head")
-            if model.runner_type != "generate":
-                # vLLM takes the head away, or reads its bf16 rows for a classifier's.
-                table.note("lm_head", "none", "", f"--runner {model.runner_type}")
-            elif choice.weights == "bf16":
-                table.note("lm_head", "vLLM's (cuBLAS)", "bf16", "default")
-            else:
-                quant_method = dense.DenseMethod("lm_head", choice, chosen.folder("lm_head"), prefix)
-        elif model is not None:
-            reach.tell_of_another_model(model.architecture)
+        if quant_method is None and prefix == "lm_head":
+            with fallback.leaving(contacts.MODULES["head"][1]):
+                quant_method = _chosen_method(prefix)
         super().__init__(num_embeddings, embedding_dim, *args, prefix=prefix, quant_method=quant_method, **kw)
 
 
+def _chosen_method(prefix: str) -> Any:
+    """The method of the head that is built now; None if it is vLLM's."""
+    model = _model_that_is_built()
+    if model is None:
+        return None
+    if model.hf_config.model_type != "gpt_oss":
+        reach.tell_of_another_model(model.architecture)
+        return None
+    chosen = settings.current()
+    choice = chosen.choice("lm_head")
+    if model.runner_type != "generate":
+        # vLLM takes the head away, or reads its bf16 rows for a classifier's.
+        table.note("lm_head", "none", "", f"--runner {model.runner_type}")
+        return None
+    if choice.weights == "bf16":
+        table.note("lm_head", "vLLM's (cuBLAS)", "bf16", "default")
+        return None
+    return dense.method_of("lm_head", choice, chosen.folder("lm_head"), prefix)
+
+
 def _model_that_is_built() -> Any:
-    """The config of the model that is being built, and no draft beside it; or None."""
+    """The config of the model that is being built; None if that is a draft, or if nothing tells."""
     from vllm.config import get_current_vllm_config_or_none
 
     tags = sys.modules.get("vllm.compilation.backends")  # what loads a draft has imported it
@@ -50,7 +60,7 @@ def _model_that_is_built() -> Any:
         logger.warning_once(
             "flashinfer-sm12x: the LM head is left to vLLM: vllm.compilation.backends.model_tag is gone, which told a draft's"
         )
-        return False
+        return None
     if tags is not None and tags.model_tag != "backbone":
         return None
     config = get_current_vllm_config_or_none()

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from . import fallback
 from .settings import load
 
 host_memory = load("sm12x/host_memory.py")
 logger = init_logger("vllm.flashinfer_sm12x")
 
 PAGE = 'docs/troubleshooting.md, "Hosts that hang"'
+WATCH = "the watch over the host's memory is"
 
 
 def shared() -> bool:
@@ -41,22 +43,16 @@ def bound_share(vllm_config: Any) -> None:
     vLLM does not say whether the user gave a number. A number equal to the default is taken for the default, and the
     log says so.
     """
-    cache = vllm_config.cache_config
+    part = f"the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization {host_memory.SHARE}: "
+    with fallback.leaving(f"{part}{PAGE}) is"):
+        _bound_share(vllm_config.cache_config)
+
+
+def _bound_share(cache: Any) -> None:
     given, default, share = cache.gpu_memory_utilization, type(cache).gpu_memory_utilization, host_memory.SHARE
     if given <= share or cache.kv_cache_memory_bytes is not None:  # a number of bytes overrides the share
         return
-    try:
-        if not shared():
-            return
-    except Exception as error:  # NVML, or a process that asks CUDA, may fail in any way: vLLM goes on without, too
-        logger.warning(
-            "flashinfer-sm12x: the GPU does not tell its memory (%s): %s of it is taken; where it is the host's, pass "
-            "--gpu-memory-utilization %s (%s)",
-            error,
-            given,
-            share,
-            PAGE,
-        )
+    if not shared():
         return
     if given == default:
         cache.gpu_memory_utilization = share
@@ -87,9 +83,14 @@ def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
     RuntimeError
         Too little is free; the load ends before the host stops answering.
     """
-    watches = shared()
+    watches = False
+    with fallback.leaving(WATCH):
+        watches = shared()
     for name, tensor in weights:
-        host = host_memory.read() if watches else None
+        host = None
+        if watches:
+            with fallback.leaving(WATCH):
+                host = host_memory.read()
         if host is not None and host.available < host_memory.HEADROOM:
             gib = host_memory.GIB
             raise RuntimeError(

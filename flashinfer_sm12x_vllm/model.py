@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
-from . import memory, reach, settings, table
+from . import contacts, fallback, memory, reach, settings, table
 from .dense import ForkKernel
 from .moe import SM12xAutoExperts, SM12xMoEMethod, reason_against_a_step
 
@@ -37,6 +37,7 @@ logger = init_logger("vllm.flashinfer_sm12x")
 HEAD = 64
 GROUP = 8  # query heads of a KV head
 MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
+PART = contacts.MODULES["decode"][1]
 BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
 
@@ -45,22 +46,27 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        try:
-            reason = reason_against(vllm_config, self.model) or prepare(self.model)
-        except (AttributeError, KeyError, TypeError) as error:  # what no class says of its objects
-            reason = f"vLLM's model is not that of vLLM 0.33.0: {error}"
-            logger.warning("flashinfer-sm12x: decode steps are left to vLLM: %s", reason)
-        self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model, self.lm_head)
-        if self.decode_steps is None:
-            table.note("decode", "vLLM's layers", "", reason)
+        self.decode_steps: DecodeSteps | None = None
+        reason = "failed, as the log says"
+        with fallback.leaving(PART):
+            against = reason_against(vllm_config, self.model) or prepare(self.model)
+            if not against:
+                self.decode_steps = self._make_decode_steps(vllm_config)
+                table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
+                return
+            reason = against
+        table.note("decode", "vLLM's layers", "", reason)
+        with fallback.leaving("messages about choices that do not apply are"):
             reach.tell_of_gpt_oss(vllm_config, self.model)  # whose experts this fork's decode steps do not take
-            return
-        # Buffers: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
+
+    def _make_decode_steps(self, vllm_config: VllmConfig) -> DecodeSteps:
+        """The executor; its tensors are buffers of the model's, because sleep mode, level 2, keeps nothing else."""
+        # vLLM rounds its table to the model's type at each call, too.
         rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
         self.register_buffer("sm12x_rope_table", rope, persistent=False)
         self.register_buffer("sm12x_workspace", decode_workspace(rope.device), persistent=False)
         self.register_buffer("sm12x_barrier", torch.zeros(2, dtype=torch.int32, device=rope.device), persistent=False)
-        table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
+        return DecodeSteps(vllm_config, self.model, self.lm_head)
 
     def forward(
         self,
@@ -72,13 +78,27 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         """A decode step by the executor, or what vLLM's model does."""
         steps = self.decode_steps
         if steps is not None and input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
-            step = steps.metadata(input_ids.shape[0])
-            if step is not None:
-                buffers = self.sm12x_rope_table, self.sm12x_workspace, self.sm12x_barrier
-                if steps.taken():
-                    return steps.run(input_ids, step, *buffers)
-                steps.warm_up(input_ids, step, *buffers)
+            if steps.may_fail():
+                self.decode_steps = None  # for ever, if this fails: vLLM computes the step once more
+                with fallback.leaving(PART):
+                    computed = self._step(steps, input_ids)
+                    self.decode_steps = steps
+                    if computed is not None:
+                        return computed
+            elif (computed := self._step(steps, input_ids)) is not None:
+                return computed
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def _step(self, steps: DecodeSteps, input_ids: torch.Tensor) -> Any:
+        """A decode step by the executor; None if vLLM's layers are to compute it."""
+        step = steps.metadata(input_ids.shape[0])
+        if step is None:
+            return None
+        buffers = self.sm12x_rope_table, self.sm12x_workspace, self.sm12x_barrier
+        if steps.taken():
+            return steps.run(input_ids, step, *buffers)
+        steps.warm_up(input_ids, step, *buffers)
+        return None
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load weights as vLLM's model does, but fail before the host runs out of memory (:func:`.memory.watched`)."""
@@ -177,6 +197,7 @@ class DecodeSteps:
     def __init__(self, config: VllmConfig, model: Any, head: Any) -> None:
         self.model, self.head = model, head
         self.eager = _runs_eagerly(config)
+        self.alone = config.parallel_config.tensor_parallel_size == 1
         self.attention = [Attention(layer.attn.attn) for layer in model.layers]
         self._warm: set[int] = set()
 
@@ -193,6 +214,14 @@ class DecodeSteps:
             return None
         names = (layer.attn.attn.layer_name for layer in self.model.layers)
         return found if all(_is_decode(found.get(name), rows) for name in names) else None
+
+    def may_fail(self) -> bool:
+        """Whether vLLM's layers can compute a step once more in which the executor failed.
+
+        Not within a capture, of which a part is recorded by then; nor with several ranks, which would reduce this rank's
+        next step with the rest of the failed one.
+        """
+        return self.alone and (self.eager or not torch.cuda.is_current_stream_capturing())
 
     def taken(self) -> bool:
         """Whether this is a run to compute a step in: captured, or one of a model that is not compiled."""

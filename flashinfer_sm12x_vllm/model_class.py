@@ -8,14 +8,15 @@ from typing import Any
 
 from vllm.model_executor.models.registry import ModelRegistry
 
-from . import config, contacts, table
+from . import config, contacts, fallback, table
 
 
 def _chosen() -> Any:
-    model = contacts.module("decode")
-    if model is not None:
-        return model.SM12xGptOssForCausalLM
-    table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
+    with fallback.leaving(contacts.MODULES["decode"][1]):
+        model = contacts.module("decode")
+        if model is not None:
+            return model.SM12xGptOssForCausalLM
+        table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
     # If the plugin is not registered, the registry still has vLLM's own entry.
     return (config.replaced or ModelRegistry.models[config.ARCHITECTURE]).load_model_cls()
 

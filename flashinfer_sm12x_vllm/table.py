@@ -8,7 +8,7 @@ from typing import Any
 from tabulate import tabulate
 from vllm.logger import init_logger
 
-from . import attention
+from . import attention, fallback
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -59,5 +59,7 @@ def text() -> str:
 
 def log_once() -> None:
     """Log the table, once a server: layers call it when their weights are in, by when all of them exist."""
-    _note_attention()
-    logger.info_once("flashinfer-sm12x serves gpt-oss:\n%s", text(), scope="global")
+    with fallback.leaving("the attention's row of the table is"):
+        _note_attention()
+    with fallback.leaving("the table of layers is"):
+        logger.info_once("flashinfer-sm12x serves gpt-oss:\n%s", text(), scope="global")

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Found = tuple[str, ast.stmt | None]
 
 
+@cache
 def load(file: str) -> Any:
     """Load a file of this tree that imports only the standard library."""
     spec = importlib.util.spec_from_file_location(f"_contacts_{Path(file).stem}", ROOT / file)
@@ -76,6 +77,9 @@ class Sources:
             found = self.resolve(source, original, seen)
             is_module = found is None and self.module(f"{source}.{original}") is not None
             return (f"{source}.{original}", None) if is_module else found
+        if isinstance(node, ast.Import):
+            original = next((alias.name for alias in node.names if alias.asname == name), name)
+            return (original, None) if self.module(original) is not None else (module, node)
         if node is None and self.module(f"{module}.{name}") is not None:
             return f"{module}.{name}", None
         if node is None and "__getattr__" in definitions(tree) and f'"{name}"' in self.words(module):
@@ -139,21 +143,9 @@ def assigned(cls: ast.ClassDef) -> frozenset[str]:
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> inspect.Signature:
     """The signature of a definition; a method's without ``self``."""
-    kinds, arguments = inspect.Parameter, function.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    optional = len(positional) - len(arguments.defaults)
-    found = [
-        kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=None if number >= optional else kinds.empty)
-        for number, each in enumerate(positional)
-    ]
-    if arguments.vararg:
-        found.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
-    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None))
-    if arguments.kwarg:
-        found.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    found: inspect.Signature = load("flashinfer_sm12x_vllm/contacts.py").signature_of(function.args)
     static = any(getattr(each, "id", "") == "staticmethod" for each in function.decorator_list)
-    return inspect.Signature(found[1:] if method and not static else found)
+    return found.replace(parameters=[*found.parameters.values()][method and not static :])
 
 
 class Moved:
@@ -277,10 +269,14 @@ def _signatures(was: ast.stmt, to: ast.stmt) -> str:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     if not isinstance(was, functions) or not isinstance(to, functions):
         return ": text"
-    old, new = (list(signature(each, False).parameters) for each in (was, to))
+    old, new = (signature(each, False).parameters for each in (was, to))
     added, lost = [each for each in new if each not in old], [each for each in old if each not in new]
     words = [f"takes {', '.join(added)} more"] * bool(added) + [f"takes {', '.join(lost)} no more"] * bool(lost)
-    return ": " + ("; ".join(words) or "text")
+    kept = [each for each in old if each in new]
+    if kept != [each for each in new if each in old]:
+        words.append(f"takes ({', '.join(new)}) in this order")
+    changed = [each for each in kept if old[each] != new[each]]
+    return ": " + ("; ".join(words + [f"takes {', '.join(changed)} otherwise"] * bool(changed)) or "text")
 
 
 def _imports_that_are_gone(file: Path, before: Sources, now: Sources) -> list[str]:

@@ -24,10 +24,13 @@ if True:
             self.set_by_init = 1
             self.register_buffer("buffer", None)
         def method(self, a, *, b=None): ...
+        def two(self, a, b, c=WIDTH, *, d=True, **more): ...
         @staticmethod
         def alone(x): ...
 made = Config()
+WIDTH = 3
 """,
+    "vllm/uses.py": "import vllm.base as b\nclass Sub(b.Base): ...\n",
     "vllm/base.py": "class Base:\n    def inherited(self, layer): ...\n",
     "vllm/envs.py": "table = {'LAZY': 1}\ndef __getattr__(name): return table[name]\n",
 }
@@ -55,14 +58,45 @@ GONE = " is gone"
         ("vllm.config", "Config.field", ""),
         ("vllm.config", "Config.set_by_init", ""),
         ("vllm.config", "Config.buffer", ""),
-        ("vllm.config", "Config.method(1, b)", ""),
-        ("vllm.config", "Config.method(2, b)", ".method takes (a, b): too many positional arguments"),
-        ("vllm.config", "Config.method(1, c)", ".method takes (a, b): got an unexpected keyword argument 'c'"),
-        ("vllm.config", "Config.alone(1)", ""),
+        ("vllm.config", "Config.method(a, b=)", ""),
+        ("vllm.config", "Config.method(a=, b=)", ""),
+        ("vllm.config", "Config.method(a, b=None)", ""),
+        ("vllm.config", "Config.method(a, b=...)", ""),
+        ("vllm.config", "Config.method(a, gone=None)", ""),
+        ("vllm.config", "Config.method(a, b)", ".method takes (a, *, b=None): argument 2 is not b"),
+        ("vllm.config", "Config.method(a, c=)", ".method takes (a, *, b=None): c is no keyword"),
+        ("vllm.config", "Config.method(a, a=)", ".method takes (a, *, b=None): a is no keyword"),
+        ("vllm.config", "Config.method(b=)", ".method takes (a, *, b=None): a is needed"),
+        ("vllm.config", "Config.method(a, b=0)", ".method takes (a, *, b=None): b is not 0 by default"),
+        ("vllm.config", "Config.method(a, b=False)", ".method takes (a, *, b=None): b is not False by default"),
+        ("vllm.config", "Config.method(a, *args)", ": it takes no more arguments by position"),
+        ("vllm.config", "Config.two(a, b, c=3, d=True, other=)", ""),
+        ("vllm.config", "Config.two(b, a)", ".two takes (a, b, c=..., *, d=True, **more): argument 1 is not b"),
+        ("vllm.config", "Config.two(a, b, d=1)", ".two takes (a, b, c=..., *, d=True, **more): d is not 1 by default"),
+        ("vllm.config", "Config.two <- (a, b, c=4, *, d=True, **more)", ""),
+        (
+            "vllm.config",
+            "Config.two <- (b, a, c=4, *, d=True, **more)",
+            ".two takes (a, b, c=..., *, d=True, **more), not (b, a, c=4, *, d=True, **more)",
+        ),
+        (
+            "vllm.config",
+            "Config.two <- (a, b, c=4, d=True, **more)",
+            ".two takes (a, b, c=..., *, d=True, **more), not (a, b, c=4, d=True, **more)",
+        ),
+        (
+            "vllm.config",
+            "Config.two <- (a, b, c, *, d=True, **more)",
+            ".two takes (a, b, c=..., *, d=True, **more), not (a, b, c, *, d=True, **more)",
+        ),
+        ("vllm.config", "Config.alone(x)", ""),
         ("vllm.config", "Config.alone <- (x)", ""),
         ("vllm.config", "Config.alone <- (y)", ".alone takes (x), not (y)"),
+        ("vllm.config", "Config.alone <- (x, /)", ".alone takes (x), not (x, /)"),
         ("vllm.config", "Config.inherited <- (layer)", ""),
-        ("vllm.config.inner", "made.method(1)", ""),
+        ("vllm.config.inner", "made.method(a)", ""),
+        ("vllm.uses", "Sub.inherited <- (layer)", ""),
+        ("vllm.uses", "Sub.other", GONE),
         ("vllm.config", "Config.other", GONE),
         ("vllm.config", "Other", GONE),
         ("vllm.other", "Config", "vllm.other is gone"),
@@ -116,6 +150,16 @@ def flashinfer(folder: Path, name: str, function: str) -> Path:
             ["    flashinfer/fused_moe/core.py: cutlass_fused_moe: takes b more; takes a no more"],
             0,
         ),
+        (
+            "def cutlass_fused_moe(a=1): ...",
+            ["    flashinfer/fused_moe/core.py: cutlass_fused_moe: takes a otherwise"],
+            0,
+        ),
+        (
+            "def cutlass_fused_moe(*, a): ...",
+            ["    flashinfer/fused_moe/core.py: cutlass_fused_moe: takes a otherwise"],
+            0,
+        ),
         ("", ["    flashinfer/fused_moe/core.py: cutlass_fused_moe is gone"], 1),
     ],
 )
@@ -126,6 +170,12 @@ def test_what_the_layer_touches_is_compared(tmp_path: Path, capsys, now: str, li
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "FlashInfer, from before to after:"
     assert [line for line in lines if line not in printed] == []
+
+
+def test_another_order_of_the_same_arguments_is_told() -> None:
+    was, to = (tool.ast.parse(f"def f({each}): ...").body[0] for each in ("a, b, c", "a, c, b"))
+    assert tool._signatures(was, to) == ": takes (a, c, b) in this order"
+    assert tool._signatures(was, was) == ": text"
 
 
 def test_the_installed_wheel_is_what_the_layer_was_made_over(capsys, site_packages: Path) -> None:

@@ -25,6 +25,20 @@ if HAS_VLLM:
 SEED = 1
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``make test-vllm DAYS=7``: the tests of a day, of those in this folder."""
+    if not HAS_VLLM:
+        return
+    from days import left_for_another_day
+
+    share = config.getoption("--slow-share")
+    others = {item for item in items if item.path.parent == HERE and left_for_another_day(item.nodeid, share)}
+    if others:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
+
+
 @pytest.fixture(scope="session")
 def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import checkpoint
@@ -42,6 +56,9 @@ def log() -> Iterator[list[str]]:
 
     from vllm import logger as vllm_logger
 
+    from flashinfer_sm12x_vllm import fallback
+
+    fallback._logged.clear()
     for once in ("_print_info_once", "_print_warning_once"):
         getattr(vllm_logger, once).cache_clear()
     messages: list[str] = []

@@ -97,7 +97,75 @@ def test_a_contact_that_takes_something_else_is_named(monkeypatch, part, contact
     elif isinstance(written, classmethod):
         changed = classmethod(moved)
     monkeypatch.setattr(holder, name, changed)
-    assert contacts.probe(contact).startswith(f"{contact} takes (something_else, and_more)")
+    assert contacts.probe(contact).startswith(f"{contact} takes (something_else, /, *, and_more)")
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def moves(contact: contacts.Contact, parameters: list[inspect.Parameter]) -> dict[str, list[inspect.Parameter]]:
+    """What another vLLM might have in place of ``parameters``, all of which must be noticed."""
+    kinds, found = inspect.Parameter, {}
+    names = [each.name for each in parameters]
+    if contact.call is None:
+        by_position = [each.name for each in parameters if each.kind in POSITIONAL]
+    else:
+        by_position = [each for each in contact.call if "=" not in each and not each.startswith("*")]
+    needed = [kinds("one_more", kinds.KEYWORD_ONLY)]
+    found["one more is needed"] = sorted([*parameters, *needed], key=lambda each: each.kind)
+    if len(by_position) > 1:
+        first, second = (names.index(each) for each in by_position[:2])
+        plain = [each.replace(default=each.empty) if each.kind in POSITIONAL else each for each in parameters]
+        plain[first], plain[second] = plain[second], plain[first]
+        found["two are swapped"] = plain
+    for place, each in enumerate(parameters):
+        rest = parameters[:place], parameters[place + 1 :]
+        if each.name in by_position:
+            found[f"{each.name} has another name"] = [*rest[0], each.replace(name=f"{each.name}_moved"), *rest[1]]
+            moved = each.replace(kind=kinds.KEYWORD_ONLY)
+            found[f"{each.name} is a keyword"] = sorted([*rest[0], *rest[1], moved], key=lambda each: each.kind)
+        recorded = f"{each.name}={each.default!r}"
+        if (contact.takes is not None and each.default is not each.empty) or recorded in (contact.call or ()):
+            found[f"{each.name} has another default"] = [*rest[0], each.replace(default="another"), *rest[1]]
+    return found
+
+
+@pytest.mark.parametrize(("part", "contact"), CALLED, ids=[name_of(*each) for each in CALLED])
+def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch, part, contact):
+    """The signature of vLLM 0.33.0 fits; each that differs from it where the plugin depends on it does not."""
+    holder, name = found(contact)
+    written = inspect.getattr_static(holder, name)
+    function = written.__func__ if isinstance(written, (staticmethod, classmethod)) else written
+    if function.__module__.startswith("flashinfer_sm12x_vllm"):  # vLLM's is what the plugin's closes over
+        function = next(
+            cell.cell_contents
+            for cell in function.__closure__
+            if str(getattr(cell.cell_contents, "__module__", "")).startswith("vllm")
+        )
+    first = list(inspect.signature(function).parameters.values())
+    own = first[:1] if isinstance(holder, type) and not isinstance(written, staticmethod) else []
+
+    def moved(*_: Any, **__: Any) -> None: ...
+
+    def probed(parameters: list[inspect.Parameter]) -> str:
+        moved.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
+        kind = type(written) if isinstance(written, (staticmethod, classmethod)) else lambda same: same
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, kind(moved))
+            return contacts.probe(contact)
+
+    parameters = first[len(own) :]
+    assert probed(parameters) == ""
+    for what, changed in moves(contact, parameters).items():
+        assert probed(changed).startswith(f"{contact} takes ("), what
+
+
+def test_sources_say_the_same_of_this_vllm():
+    """``tools/contacts.py`` imports nothing of it."""
+    from layer_toys import load_tool
+
+    tool = load_tool("contacts")
+    assert tool.Moved(tool.Sources(Path(importlib.import_module("vllm").__file__).parents[1])).report() == []
 
 
 def imported(file: Path) -> set[str]:

@@ -145,6 +145,45 @@ def test_rows_of_padding_change_nothing_and_write_nothing(loaded, rows, sequence
     assert all((each.topk_ids[2:] == -1).all() and (each.topk_ids[:2] >= 0).all() for each in routed)
 
 
+@pytest.mark.parametrize("fails", ["metadata", "run"])
+def test_a_step_that_fails_is_vllms_and_so_are_all_after_it(loaded, log, monkeypatch, fails):
+    """vLLM's layers write the same positions of the cache once more; logits are theirs alone."""
+    config, model = loaded({"moe": "mxfp4-a16"})
+    steps, executor = Paged(config, model), model.decode_steps
+    model.decode_steps = None
+    vllms, _ = answers(steps)
+    model.decode_steps = executor
+    calls: list[int] = []
+
+    def fail(*_: Any) -> Any:
+        calls.append(1)
+        raise OSError("injected")
+
+    monkeypatch.setattr(executor, fails, fail)
+    got, batches = answers(steps)
+    assert torch.equal(got, vllms)
+    assert all(batch.stock == list(steps.layers) for batch in batches)
+    assert len(calls) == 1
+    assert model.decode_steps is None
+    assert [line for line in log if "injected" in line] == [
+        "flashinfer-sm12x: decode steps are left to vLLM: OSError: injected"
+    ]
+
+
+def test_a_step_that_fails_in_one_of_several_ranks_ends_them(loaded, monkeypatch):
+    """The others are in the middle of the step: a second one from its start would be reduced with the rest of theirs."""
+    config, model = loaded({"moe": "mxfp4-a16"})
+    steps = Paged(config, model)
+    model.decode_steps.alone = False
+
+    def fail(*_: Any) -> Any:
+        raise OSError("injected")
+
+    monkeypatch.setattr(model.decode_steps, "run", fail)
+    with pytest.raises(OSError, match="injected"):
+        answers(steps)
+
+
 def test_what_is_no_step_of_decodes_alone_is_vllms(loaded, monkeypatch):
     from vllm.config import CUDAGraphMode
 
