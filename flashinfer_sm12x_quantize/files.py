@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def number(self, key: str, low: float, high: float) -> float:
-        value = self.values.get(key)
+        value: Any = self.values.get(key)
         if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
             self._refuse(key, f"a number from {low:g} to {high:g}")
         return float(value)

@@ -447,7 +447,10 @@ def test_a_broken_checkpoint_ends_with_a_line(
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    for name, said in (("cut", "/model-embedding.safetensors is cut off or no file"), ("llama", ": its tokenizer cannot")):
+    for name, said in (
+        ("cut", "/model-embedding.safetensors is cut off or no file"),
+        ("llama", ": its tokenizer cannot"),
+    ):
         assert bench_accuracy.main(["--model", str(tmp_path / name), "--device", "cpu"]) == 2
         assert capsys.readouterr().err.startswith(f"bench: {tmp_path / name}{said}")
 
