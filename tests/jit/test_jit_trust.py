@@ -272,6 +272,7 @@ def test_nothing_is_loaded_or_built_in_a_cache_that_others_write_to(
 
 @pytest.mark.parametrize(("name", "said"), [("a$b", r"a \$,"), ("a b", "a space,")])
 def test_a_cache_that_upstreams_build_files_do_not_quote(name: str, said: str, workspace: Path) -> None:
+    said = "a space," if " " in str(workspace) else said  # the first that is found is told
     odd = workspace / name
     with pytest.raises(JitBuildError, match=f"the cache path holds {said}"):
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
