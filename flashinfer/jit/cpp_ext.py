@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -160,10 +161,10 @@ def run_ninja(
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
         ToolchainError: ninja is not installed.
     """
-    if "$" in str(workdir):
+    if odd := re.search("[$ ]", str(workdir)):
         raise JitBuildError(
             workdir.name,
-            f"the cache path holds a $, which upstream's build files do not quote: {workdir}",
+            f"the cache path holds a {odd[0].replace(' ', 'space')}, which upstream's build files do not quote: {workdir}",
             hint="set FLASHINFER_WORKSPACE_BASE to a folder without one",
         )
     if max_jobs is None:

@@ -188,8 +188,8 @@ def test_start_up_imports_nothing_heavy(environment, normal) -> None:
     before = set(environment.run("-c", loaded).stdout.split())
     normal.extractall(environment.site)
     added = set(environment.run("-c", loaded).stdout.split()) - before
-    # Python 3.13 decodes .pth files itself and imports the codec for it.
-    assert added - {"encodings.utf_8_sig"} == {"_flashinfer_sm12x"}
+    # Python decodes .pth files: 3.13 as UTF-8 with a mark, those before as the locale says.
+    assert {name for name in added if not name.startswith("encodings.")} == {"_flashinfer_sm12x"}
 
 
 @pytest.mark.parametrize("kind", ["normal", "editable"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -231,12 +232,12 @@ def test_the_host_compiler_counts_however_it_is_named(
         "on PATH": "gcc",
     }[place]
     monkeypatch.setenv("PATH", f"{host.parent}:{os.environ['PATH']}" if place == "on PATH" else os.environ["PATH"])
-    (folder / "host").write_text(f"-ccbin {named}\n")
-    words = spelling.format(named)
+    (folder / "host").write_text(f"-ccbin {shlex.quote(named)}\n")
+    words = [word.format(named) for word in spelling.split()]
     if through == "flags":
-        project = project.with_flags(*words.split())
+        project = project.with_flags(*words)
     else:
-        monkeypatch.setenv(through, words)
+        monkeypatch.setenv(through, named if through == "NVCC_CCBIN" else shlex.join(words))
     keys = []
     for version in ("12.2.0", "13.2.0"):
         host.write_text(f"#!/bin/sh\necho gcc {version}\n")
@@ -297,7 +298,9 @@ def test_what_a_linker_takes_over_counts(words: str, project: Project, tmp_path:
     for text in ("one", "two"):
         (tmp_path / "libx.a").write_text(text)
         shared = str(tmp_path / "libx.so")
-        plan = replace(project.plan(), link_flags=("-shared", shared, *words.format(tmp_path).split()))
+        plan = replace(
+            project.plan(), link_flags=("-shared", shared, *(word.format(tmp_path) for word in words.split()))
+        )
         keys.append(Keys(plan))
     assert keys[0].library != keys[1].library
     assert keys[0].objects == keys[1].objects

@@ -270,9 +270,11 @@ def test_nothing_is_loaded_or_built_in_a_cache_that_others_write_to(
     assert spec.plan.folder == spec.build_dir
 
 
-def test_a_cache_that_upstreams_build_files_do_not_quote(workspace: Path) -> None:
-    odd = workspace / "a$b"
-    with pytest.raises(JitBuildError, match=r"the cache path holds a \$"):
+@pytest.mark.parametrize(("name", "said"), [("a$b", r"a \$,"), ("a b", "a space,")])
+def test_a_cache_that_upstreams_build_files_do_not_quote(name: str, said: str, workspace: Path) -> None:
+    said = "a space," if " " in str(workspace) else said  # the first that is found is told
+    odd = workspace / name
+    with pytest.raises(JitBuildError, match=f"the cache path holds {said}"):
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
