@@ -75,9 +75,10 @@ def test_parts(device: VirtualDevice, adds: bool, norms: bool, bias: bool) -> No
 
 
 def test_padding_and_rounded_logits(device: VirtualDevice) -> None:
-    arguments = make_router_inputs(19, 264, 70, 5, 10, adds=True, norms=True, bias=True, as_vllm=True)
-    assert 0 < int(arguments["is_padding"].sum()) < 19
-    check_routed(run(device, arguments), arguments)
+    for tokens in (19, 70):
+        arguments = make_router_inputs(tokens, 264, 70, 5, 10, adds=True, norms=True, bias=True, as_vllm=True)
+        assert 0 < int(arguments["is_padding"].sum()) < tokens
+        check_routed(run(device, arguments), arguments)
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.25])
