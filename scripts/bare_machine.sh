@@ -36,8 +36,8 @@ case $kind in
     # Not in the checkout, which Python would take for what is installed. No GPU is here to ask.
     vllm="cd && source ~/vllm/bin/activate && export FLASHINFER_CUDA_ARCH_LIST=12.1a"
     # A toolkit that BIND shows has all that is needed; else pip brings one, and activation names it.
-    cuda="toolkit=\"\$(python -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')\""
-    cuda+=' && echo "export CUDA_HOME=$toolkit" >> ~/vllm/bin/activate'
+    cuda="export CUDA_HOME=\"\$(python -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')\""
+    cuda+=' && echo "export CUDA_HOME=$CUDA_HOME" >> ~/vllm/bin/activate'
     case " ${BIND:-} " in *" /usr/local/cuda "*) extra= cuda=: ;; *) extra=[cuda] ;; esac
     [ $# -gt 0 ] || set -- "python3 -m venv ~/vllm && source ~/vllm/bin/activate && pip install --quiet vllm==0.33.0" \
       "$vllm && pip install --quiet \"\$HOME/checkout$extra\" && $cuda" \
