@@ -102,7 +102,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
                 for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant "
                 "block_shape a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
             ),
-            *"FusedMoEParallelConfig.ep_size FusedMoEParallelConfig.ep_rank FusedMoEParallelConfig.enable_eplb".split(),
+            *"FusedMoEParallelConfig.ep_size FusedMoEParallelConfig.enable_eplb".split(),
             "FusedMoEParallelConfig.use_batched_activation_format",
         ),
         f"{MOE}.experts.flashinfer_cutlass_moe": (

@@ -37,7 +37,7 @@ from vllm.model_executor.layers.quantization.quark import quark_moe
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import devices, settings, table
+from . import contacts, devices, fallback, settings, table
 from .settings import Settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -345,12 +345,12 @@ def build(device_type: str, hidden: int, inter: int, weights: str = "mxfp4") -> 
     that failed, or an empty text. Once a process, before weights are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
-    from flashinfer.fused_moe.sm12x_launch import prepare
-
     name = "fused_moe_120" if weights == "mxfp4" else f"fused_moe_120_{weights}"
     logger.info("flashinfer-sm12x: building %s, or finding it built", name)
     start = time.monotonic()
     try:
+        from flashinfer.fused_moe.sm12x_launch import prepare
+
         prepare(hidden, inter, weights=weights)
     except Exception as error:  # a compiler or a linker may fail in any way
         return f"{name} could not be built: {error}"
@@ -412,8 +412,9 @@ def reason_against_a_step(runner: Any) -> str:
     """Why a decode step may not choose this layer's experts itself, by a softmax over the largest logits, or an empty
     text."""
     router, experts, config = runner.router, runner.routed_experts, runner.moe_config
+    if type(router) is not FusedTopKRouter:  # others lack what is asked here
+        return f"a {type(router).__name__}"
     asked = {
-        f"a {type(router).__name__}": type(router) is not FusedTopKRouter,
         "router weights that are not renormalized": not router.renormalize or not experts.renormalize,
         f"router scores by {router.scoring_func}": router.scoring_func != "softmax"
         or experts.scoring_func != "softmax",
@@ -552,17 +553,19 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     activations.
     """
 
+    @functools.wraps(select)
     def selected(moe: Any, activation_key: Any = None) -> Any:
-        note_built()
-        reason = f"the checkpoint asks for activations of {activation_key}"
-        if activation_key is None:
-            reason = reason_against(with_adapters_that_matter(moe), settings.current(), SM12xMxfp4Experts)
-        if not reason:
-            auto = activations_of(moe, settings.current()) == "auto"
-            mode = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
-            logger.info_once("flashinfer-sm12x: the experts are this fork's, %s", mode)
-            return BACKENDS["a8"], SM12xMxfp4AutoExperts if auto else SM12xMxfp4Experts
-        logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
+        with fallback.leaving(contacts.MODULES["experts"][1]):
+            note_built()
+            reason = f"the checkpoint asks for activations of {activation_key}"
+            if activation_key is None:
+                reason = reason_against(with_adapters_that_matter(moe), settings.current(), SM12xMxfp4Experts)
+            if not reason:
+                auto = activations_of(moe, settings.current()) == "auto"
+                mode = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
+                logger.info_once("flashinfer-sm12x: the experts are this fork's, %s", mode)
+                return BACKENDS["a8"], SM12xMxfp4AutoExperts if auto else SM12xMxfp4Experts
+            logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
         return select(moe) if activation_key is None else select(moe, activation_key=activation_key)
 
     return selected

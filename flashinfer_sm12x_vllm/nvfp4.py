@@ -10,6 +10,7 @@ upstream's CUTLASS kernels would round activations to NVFP4.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
-from . import moe, settings
+from . import contacts, fallback, moe, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -95,15 +96,19 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this fork
     serves the layer."""
 
+    @functools.wraps(select)
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
-        reason = reason_against(moe.with_adapters_that_matter(config), activation_key)
-        if reason == moe.CHOSEN:
-            moe.note_built()  # the choice applies here
-        if reason:
+        with fallback.leaving(contacts.MODULES["nvfp4"][1]):
+            reason = reason_against(moe.with_adapters_that_matter(config), activation_key)
+            if reason == moe.CHOSEN:
+                moe.note_built()  # the choice applies here
+            if not reason:
+                logger.info_once(
+                    "flashinfer-sm12x: the NVFP4 experts are this fork's, W4A16 (--moe-backend names another)"
+                )
+                return NvFp4MoeBackend.FLASHINFER_CUTLASS, SM12xNvfp4Experts
             logger.warning_once("flashinfer-sm12x: the NVFP4 experts are left to vLLM: %s", reason, scope="global")
-            return select(config=config, weight_key=weight_key, activation_key=activation_key)
-        logger.info_once("flashinfer-sm12x: the NVFP4 experts are this fork's, W4A16 (--moe-backend names another)")
-        return NvFp4MoeBackend.FLASHINFER_CUTLASS, SM12xNvfp4Experts
+        return select(config=config, weight_key=weight_key, activation_key=activation_key)
 
     return selected
 

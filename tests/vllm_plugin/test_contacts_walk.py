@@ -75,9 +75,12 @@ NAMES = {
     "moe.py: getattr(layer, name)": OURS,  # weights, which create_weights() of vLLM's method makes
     "moe.py: formats": "FusedMoEActivationFormat",
     "moe.py: name": OURS,
-    "moe.py: self._layer(w1, w2, activation)": OURS,
-    "moe.py: self._layer(layer.w13_weight, layer.w2_weight, layer.activation)": OURS,
-    "nvfp4.py: layer": "RoutedExperts",
+    "moe.py: self._layer(w1, w2)": OURS,
+    "moe.py: self._layer(layer.w13_weight, layer.w2_weight)": OURS,
+    "moe.py: moe_parallel_config": "FusedMoEParallelConfig",
+    "moe.py: runner": "MoERunner",
+    "moe.py reason_against_a_step: router": "FusedTopKRouter",
+    "moe.py: tensor": OURS,
     "nvfp4.py: config": "FusedMoEConfig",
     "nvfp4.py: module": "vllm.model_executor.layers.quantization.modelopt",  # and compressed_tensors, alike
     "reach.py: vllm_config": "VllmConfig",
@@ -132,6 +135,10 @@ VALUES = {
     "GptOssMxfp4MoEMethod.moe_kernel": "FusedMoEKernel",
     "FusedMoEConfig.moe_parallel_config": "FusedMoEParallelConfig",
     "FusedMoEKernel.fused_experts": "FlashInferExperts",
+    "FlashInferExperts.moe_config": "FusedMoEConfig",
+    "RoutedExperts._buffers": OURS,
+    "RoutedExperts._parameters": OURS,
+    "MoERunner.moe_config": "FusedMoEConfig",
     "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEActivationFormat": "FusedMoEActivationFormat",
     "ModelRegistry.models": OURS,
     "GptOssForCausalLM.model": "GptOssModel",
@@ -168,6 +175,7 @@ BASES = {
     "SM12xGptOssConfig": "GptOssMxfp4Config",
     "GptOssMxfp4MoEMethod": "FusedMoEMethodBase",
     "FlashInferExperts": "FusedMoEExperts",
+    "FusedTopKRouter": "BaseRouter",
 }
 
 INHERITED = "register_buffer register_parameter parameters data value info warning".split()
@@ -184,6 +192,14 @@ NO_CLASS_HAS = {
     "GptOssForCausalLM.sm12x_rope_table": "made here",
     "GptOssForCausalLM.sm12x_workspace": "made here",
     "ReplicatedLinear.weight": "a parameter, which the layer's method makes",
+    **dict.fromkeys(
+        (
+            f"FlashInferExperts.{name}"
+            for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "operators_activation")
+        ),
+        "made here",
+    ),
+    **dict.fromkeys((f"RoutedExperts.{name}" for name in ("_buffers", "_parameters")), "torch.nn.Module's"),
     "RoutedExperts.w13_weight": "a parameter, which the layer's method makes",
     "RoutedExperts.w2_weight": "a parameter, which the layer's method makes",
     "Attention._k_scale_float": "asked for by model.reason_against(): no method of the class makes it",
@@ -218,6 +234,15 @@ ALSO = {
     "RowParallelLinear.weight_loader": "called by the name that create_weights() gets it under",
     "ParallelLMHead.weight_loader": "called by the name that create_weights() gets it under",
     "FlashInferExperts._supports_no_act_and_mul": "vLLM asks it about the experts of NVFP4",
+    **{
+        f"ApplyMoEActivationConfig.{name}": "asked for by each name of moe.PARAMETERS"
+        for name in ("alpha", "beta", "clamp_limit")
+    },
+    **{
+        f"FusedMoEQuantConfig.{name}": "asked for by each name that moe.require_known_format() has"
+        for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant block_shape "
+        "a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
+    },
     "select_nvfp4_moe_backend": "replaced in two modules by one name",
 }
 """What depends on vLLM and is no attribute of an expression, and why."""

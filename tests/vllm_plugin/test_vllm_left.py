@@ -5,6 +5,7 @@ and the start goes on. Refusals of a user's settings still end it."""
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,3 +384,22 @@ def test_every_question_to_the_platform_is_among_those_that_fail_here():
     of_the_tests = {attribute for _, attribute, *_ in [*OF_THE_CONFIG.values(), *OF_THE_MODEL.values()]}
     # Asked where the test makes the asking function itself fail: devices.served(), attention.why().
     assert asked - of_the_tests == {"is_cuda", "is_device_capability_family"}
+
+
+@pytest.mark.parametrize("module", ["moe", "nvfp4"])
+def test_experts_of_other_models_are_vllms_where_their_selection_fails(
+    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The selections that :func:`ours_first` replaces are called by vLLM's methods, which catch nothing."""
+    ours = importlib.import_module(f"flashinfer_sm12x_vllm.{module}")
+    monkeypatch.setattr(fallback, "_logged", set())
+
+    def fails(*_: object, **__: object) -> str:
+        raise OSError("no such library")
+
+    monkeypatch.setattr(ours, "reason_against", fails)
+    monkeypatch.setattr(ours.moe if module == "nvfp4" else ours, "with_adapters_that_matter", lambda moe: moe)
+    arguments = ("config",) if module == "moe" else ("config", "weights", "activations")
+    with caplog.at_level("WARNING", logger="vllm.flashinfer_sm12x"):
+        assert ours.ours_first(lambda *given, **named: (given, named))(*arguments) is not None
+    assert "left to vLLM: OSError: no such library" in caplog.text
