@@ -20,7 +20,7 @@ from pathlib import Path
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 
 from .gb10 import Counts, Launch
-from .moe import fits_in, mean_work
+from .moe import Work, fits_in, mean_work
 from .routing import UNIFORM, Routing
 
 FITS = Path(__file__).with_name("gb10_peers.csv")
@@ -62,10 +62,13 @@ class Peer:
         rows = tokens * layer.top_k
         return sum(rows * each for each in tensors if rows * each > l2_bytes)
 
-    def launches(
-        self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM, keep_pace: bool = True
-    ) -> list[Launch]:
-        """FC1 and FC2; ``keep_pace``: tiles of an expert read its weights together.
+    def work(self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM, new: int = 1) -> Work:
+        """The mean work of a batch by its routing, each ``new`` tokens of one sequence."""
+        return mean_work(layer, tokens, self.tile(layer, tokens), routing, new)
+
+    def launches(self, layer: MoELayer, tokens: int, work: Work | None = None, keep_pace: bool = True) -> list[Launch]:
+        """FC1 and FC2 of ``work``, by uniform routing when omitted; ``keep_pace``: tiles of an expert read its weights
+        together.
 
         Raises
         ------
@@ -79,7 +82,7 @@ class Peer:
                 f"{self.name}'s experts of {hidden} x {inter} with tiles of {tile} tokens were not emulated: "
                 "benchmarks/emulate_peers.py says which were"
             )
-        work, found = mean_work(layer, tokens, tile, routing), []
+        work, found = work or self.work(layer, tokens), []
         for fit in fits:
             alone = self.name == "Marlin" and work.tiles > fit.blocks and not keep_pace
             again = work.tiles - work.experts if alone else 0.0

@@ -39,7 +39,7 @@ from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
 from .gb10 import CYCLES, FIXED_US, LAUNCH_SAVED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, Times
-from .moe import known_fits, mean_work, planned
+from .moe import Work, known_fits, mean_work, planned
 from .moe import predict as predict_layer
 from .peers import PEERS
 from .routing import UNIFORM, Routing
@@ -307,7 +307,8 @@ def kept_kernel(
 class Given:
     """Inputs of a prediction, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
 
-    ``engine_us`` is what the engine adds to a step.
+    ``engine_us`` is what the engine adds to a step. ``experts``: how many a layer touches, in place of ``routing``; only
+    of others' counted experts.
     """
 
     device: Device = GB10
@@ -315,6 +316,7 @@ class Given:
     layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
     routing: tuple[Routing, Routing] = (UNIFORM, UNIFORM)
     engine_us: tuple[float, float] = (0.0, 0.0)
+    experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,7 +419,10 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
         device = dataclasses.replace(device, bf16=(fast, slow))
     handed = peer.handed(size.moe, step.tokens, device.l2_bytes)
     for end in (0, 1):
-        launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
+        work = peer.work(size.moe, step.tokens, given.routing[end], step.related)
+        if given.experts:
+            work = Work(step.tokens, given.experts, given.experts, step.tokens * size.top_k)
+        launches = peer.launches(size.moe, step.tokens, work, keep_pace=end == 0)
         megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
         times = Times(**gb10.times(launches, peer.operand, megabytes, others_experts_us(given)))
         ends.append(on_device(times, peer.operand != "bf16", device)[end] + handed / device.dram[end] / 1e3)

@@ -4,8 +4,11 @@
 ``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was taken from
 it. ``later``: the same, added and predicted once when the model's causes were final. ``counted``: the same, added before experts
 of others were counted, and predicted once before and once behind that. ``input``: the model takes it, so that it is no row.
+``autumn``: the same, added on 2026-11-28 from what others had measured since August. ``told``: a figure whose kernels were not
+counted in its sizes, so that nothing is predicted.
 ``hindcast_frozen.csv`` has what the model of 2026-11-24 predicted before any comparison, ``hindcast_bytes.csv`` what it did of
-all rows before that counting.
+all rows before that counting, ``hindcast_autumn.csv`` what the model of 2026-11-28 predicted of the autumn's rows before any
+comparison.
 
 Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
 No prediction reads a value of ``published.csv``.
@@ -41,12 +44,18 @@ from . import picture
 from .predict import PRESET_FORMATS, rates, span_and_middle, tokens_per_second
 
 HERE = Path(__file__).parent
-PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
+PUBLISHED, FROZEN, BY_BYTES, AUTUMN = (
+    HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv", "hindcast_autumn.csv")
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A line of ``published.csv``; the batch's fields are zero in an input."""
+    """A line of ``published.csv``; the batch's fields are zero in an input.
+
+    ``experts``: how many distinct ones a timed layer was given; 0: by routing. ``yields``: tokens that a step of ``new``
+    ones gave, where all but one were drafted; 0: all of them.
+    """
 
     role: str
     name: str
@@ -61,6 +70,8 @@ class Figure:
     sequences: int
     context: int
     new: int
+    experts: int
+    yields: float
     value: float
     unit: str
     configuration: str
@@ -68,17 +79,23 @@ class Figure:
 
 def figures() -> list[Figure]:
     """All lines, inputs included."""
-    numbers = ("gpus", "sequences", "context", "new")
+    numbers = ("gpus", "sequences", "context", "new", "experts")
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
         return [
-            Figure(**{**line, "value": float(line["value"]), **{name: int(line[name] or 0) for name in numbers}})
+            Figure(
+                **{
+                    **line,
+                    **{name: float(line[name] or 0) for name in ("value", "yields")},
+                    **{name: int(line[name] or 0) for name in numbers},
+                }
+            )
             for line in csv.DictReader(file)
         ]
 
 
 def rows() -> list[Figure]:
-    """The published figures to compare with: all but the model's inputs."""
-    return [figure for figure in figures() if figure.role != "input"]
+    """The published figures to compare with: all but the model's inputs and what is not predicted."""
+    return [figure for figure in figures() if figure.role not in ("input", "told")]
 
 
 def loaded(name: str) -> Device:
@@ -87,16 +104,59 @@ def loaded(name: str) -> Device:
     return dataclasses.replace(device, sustained=REACHED["experts"]) if device == GB10 else device
 
 
+SHARED = Routing(shared=0.4), Routing(shared=0.2)
+"""A window's tokens: the share of experts that each has in common with the one before it, fast and slow."""
+ALONE = {"CUTLASS": "MoE", "cuBLAS router": "router", "Marlin LM head": "LM head"}
+"""Parts of a step that were timed alone, by the engine of their rows."""
+
+
 def predicted(row: Figure) -> Predicted:
-    """A row's step, with routing as published and, of a server, its engine; experts by counts where they were counted."""
+    """A row's step, with routing as published and, of a server, its engine; experts by counts where they were counted.
+
+    Of a part that was timed alone a whole step that has it.
+    """
     server, _, experts = row.engine.partition(" ")
-    step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False, experts=experts)
+    if row.engine in ALONE:
+        experts = "CUTLASS"
+    verified = row.yields > 0
+    step = Step(
+        row.sequences,
+        row.context or 1,
+        row.new,
+        row.kv or "bf16",
+        formats_of(row.dense or "bf16"),
+        fork=False,
+        experts=experts,
+        verified=verified,
+    )
     engine = ENGINE_US if server == "vLLM" else (0.0, 0.0)
-    return predict(row.model, step, row.gpus, Given(loaded(row.gpu), routing=ROUTING, engine_us=engine))
+    routing = SHARED if verified else ROUTING
+    given = Given(loaded(row.gpu), routing=routing, engine_us=engine, experts=row.experts)
+    return predict(row.model, step, row.gpus, given)
+
+
+def slow_middle_fast(row: Figure) -> tuple[float, float, float]:
+    """A row's prediction in its unit: tokens/s, or microseconds of a part that was timed alone."""
+    step = predicted(row)
+    if row.unit == "us":
+        part = next(each for each in step.rows if each.part == ALONE[row.engine])
+        fast, slow = part.fast / part.calls, part.slow / part.calls
+        return slow, (fast + slow) / 2, fast
+    if not row.yields:
+        return rates(step)
+    drafts = (row.new - 1) * draft_us()
+    ends = step.slow + drafts, (step.slow + step.fast) / 2 + drafts, step.fast + drafts
+    slow, middle, fast = (1e6 * row.sequences * row.yields / end for end in ends)
+    return slow, middle, fast
+
+
+def inside(row: Figure, slow: float, fast: float) -> bool:
+    """Whether a figure lies between the ends of its prediction."""
+    return min(slow, fast) <= row.value <= max(slow, fast)
 
 
 def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
-    """Tokens/s by row, slow, middle and fast: :data:`FROZEN` or :data:`BY_BYTES`."""
+    """Predictions by row in its unit, slow, middle and fast: :data:`FROZEN`, :data:`BY_BYTES` or :data:`AUTUMN`."""
     with path.open(encoding="utf-8", newline="") as file:
         return {
             line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
@@ -106,12 +166,12 @@ def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
 
 def table() -> str:
     """Each row, predicted beside published; the last line counts those inside."""
-    before, body, inside = [earlier(path) for path in (FROZEN, BY_BYTES)], [], 0
-    compared = rows()
+    before, body, fitting = [earlier(path) for path in (FROZEN, BY_BYTES, AUTUMN)], [], 0
+    compared = [row for row in rows() if row.role != "autumn"]
     for row in compared:
-        now = rates(predicted(row))
-        fits = now[0] <= row.value <= now[2]
-        inside += fits
+        now = slow_middle_fast(row)
+        fits = inside(row, now[0], now[2])
+        fitting += fits
         error = f"{now[1] / row.value - 1:+.0%}"
         body.append(
             [
@@ -129,12 +189,13 @@ def table() -> str:
         "",
         "frozen",
         "by bytes",
-        "predicted tokens/s",
+        "frozen in autumn",
+        "predicted, tokens/s or us",
         "published",
         "middle off by",
         "inside",
     ]
-    return f"{github(body, headers)}\n\n{inside} of {len(compared)} inside"
+    return f"{github(body, headers)}\n\n{fitting} of {len(compared)} inside"
 
 
 def inputs() -> str:
@@ -235,6 +296,12 @@ DRAFT_SHARE = 0.143
 WINDOWS = range(2, 9)
 
 
+def draft_us() -> float:
+    """Microseconds of drafting one token, the middle."""
+    done = predict(LAYER_MODEL, Step(1, 1024, fused_router=True, verified=True))
+    return DRAFT_SHARE * (done.fast + done.slow) / 2
+
+
 def window_cost(preset: str, window: int, shared: float) -> float:
     """The cost, in plain steps, of a step that drafts ``window - 1`` tokens and verifies them: the tokens it must yield
     to pay.
@@ -251,8 +318,7 @@ def window_cost(preset: str, window: int, shared: float) -> float:
     formats = PRESET_FORMATS[preset]
     plain = middle(Step(1, 1024, formats=formats, fused_router=True, verified=True))
     verify = middle(Step(1, 1024, window, formats=formats, fused_router=True, verified=True))
-    draft = DRAFT_SHARE * middle(Step(1, 1024, fused_router=True, verified=True))
-    return (verify + (window - 1) * draft) / plain
+    return (verify + (window - 1) * draft_us()) / plain
 
 
 def acceptance(window: int, tokens: float) -> float:

@@ -67,10 +67,10 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
 
 def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = hindcast.rows()
-    before = [rates(hindcast.predicted(row)) for row in rows]
+    before = [hindcast.slow_middle_fast(row) for row in rows]
     monkeypatch.setattr(hindcast, "PUBLISHED", tmp_path / "absent.csv")
     mean_work.cache_clear()
-    after = [rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
+    after = [hindcast.slow_middle_fast(dataclasses.replace(row, value=math.nan)) for row in rows]
     assert after == before
 
 
@@ -78,23 +78,26 @@ def test_rows_tell_what_is_needed_and_were_frozen() -> None:
     rows = hindcast.rows()
     frozen = [row.name for row in rows if row.role in ("row", "held")]
     assert list(hindcast.earlier(hindcast.FROZEN)) == frozen
-    assert list(hindcast.earlier(hindcast.BY_BYTES)) == [row.name for row in rows]
+    assert list(hindcast.earlier(hindcast.BY_BYTES)) == [row.name for row in rows if row.role != "autumn"]
+    assert list(hindcast.earlier(hindcast.AUTUMN)) == [row.name for row in rows if row.role == "autumn"]
     for row in rows:
         assert row.source.startswith("https://") and row.date and row.configuration and row.value > 0
-        assert row.gpu in DEVICES and row.model in MODELS and row.unit == "tokens/s"
-    assert {row.role for row in rows} == {"row", "held", "later", "counted"}
+        assert row.gpu in DEVICES and row.model in MODELS and row.unit in ("tokens/s", "us")
+        assert (row.unit == "us") == (row.engine in hindcast.ALONE)
+    assert {row.role for row in rows} == {"row", "held", "later", "counted", "autumn"}
+    assert len({row.name for row in rows}) == len(rows)
 
 
 def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_token.main(["--hindcast", "--out", str(tmp_path), "--zipf", "0", "--shared", "0.4"]) == 0
     out = capsys.readouterr().out
-    inside = 0
-    for row in hindcast.rows():
+    inside, compared = 0, [row for row in hindcast.rows() if row.role != "autumn"]
+    for row in compared:
         step = hindcast.predicted(row)
         inside += step.rate(step.slow) <= row.value <= step.rate(step.fast)
-    assert out.splitlines()[-1] == f"{inside} of {len(hindcast.rows())} inside"
+    assert out.splitlines()[-1] == f"{inside} of {len(compared)} inside"
     lines = [line for line in hindcast.table().splitlines() if re.search(r"\| (yes|no) +\|$", line)]
-    assert len(lines) == len(hindcast.rows())
+    assert len(lines) == len(compared)
     assert sum(" yes" in line[-12:] for line in lines) == inside
     page = (REPO / "docs" / "hindcast.md").read_text(encoding="utf-8")
     assert out.splitlines()[-1] in page
@@ -106,8 +109,8 @@ def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_rows_are_predicted_as_they_were() -> None:
-    before = hindcast.earlier(Path(__file__).with_name("hindcast_counted.csv"))
-    today = {row.name: rates(hindcast.predicted(row)) for row in hindcast.rows()}
+    before = hindcast.earlier(Path(__file__).with_name("hindcast_counted.csv")) | hindcast.earlier(hindcast.AUTUMN)
+    today = {row.name: hindcast.slow_middle_fast(row) for row in hindcast.rows()}
     assert before.keys() == today.keys()
     for name, rate in today.items():
         assert rate == pytest.approx(before[name], abs=0.006), name
@@ -222,9 +225,26 @@ def test_marlin_reads_an_experts_weights_for_each_tile_once_tiles_take_turns() -
 def test_experts_of_vllms_rows_are_counted() -> None:
     for row in hindcast.rows():
         experts = next(part for part in hindcast.predicted(row).rows if part.part == "MoE")
-        _, _, kernel = row.engine.partition(" ")
+        kernel = "CUTLASS" if row.engine in hindcast.ALONE else row.engine.partition(" ")[2]
         assert experts.by == (f"{kernel}, virtual SM121" if kernel else "bytes + launch"), row.name
-    assert {row.engine for row in hindcast.rows()} == {"vLLM CUTLASS", "vLLM Marlin", "llama.cpp"}
+    assert {row.engine for row in hindcast.rows()} == {"vLLM CUTLASS", "vLLM Marlin", "llama.cpp", *hindcast.ALONE}
+
+
+def test_a_layer_of_given_experts_by_hand() -> None:
+    """Each expert's weights once, whatever the routing; a window's tokens share them by the share that it is given."""
+    row = next(each for each in hindcast.rows() if each.name == "gptoss-spark layer, 8 experts")
+    slow, _, fast = hindcast.slow_middle_fast(row)
+    least = 8 * 3 * 2944 * 2944 * 17 / 32
+    for end, rates_, fixed in ((fast, GB10.dram[0], (5.0, 2.0, 6)), (slow, GB10.dram[1], (12.0, 4.0, 8))):
+        assert end == pytest.approx(least / 1e3 / rates_ + 2 * fixed[0] + fixed[2] * fixed[1], rel=0.01)
+    nine = hindcast.slow_middle_fast(dataclasses.replace(row, experts=9, sequences=3))
+    assert nine[2] - fast == pytest.approx(least / 8 / 1e3 / GB10.dram[0], rel=0.01)
+    size, given = MODELS["gpt-oss-120b"], Given(GB10, routing=(Routing(shared=1.0), Routing(shared=1.0)))
+    window, plain = (
+        model.counted_experts(size, Step(1, 1024, new, verified=new > 1, fork=False, experts="CUTLASS"), given)
+        for new in (4, 1)
+    )
+    assert window == pytest.approx(plain, rel=0.01)
 
 
 def test_counted_experts_by_hand() -> None:
