@@ -34,7 +34,8 @@ class Peer:
 
     ``operand`` is what its MMAs multiply, ``hidden`` and ``inter`` are what sizes are rounded up to. Its small launches read or
     write, for each route, ``of_hidden`` and ``of_inter`` bytes times the sizes: tokens gathered by expert and outputs; FC1's
-    output and activations.
+    output and activations. ``support_us``: microseconds of its small launches where a GB10's were published; None: by their
+    number.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Peer:
     inter: int
     of_hidden: tuple[float, ...]
     of_inter: tuple[float, ...]
+    support_us: tuple[float, float] | None = None
 
     def padded(self, layer: MoELayer) -> tuple[int, int]:
         """Hidden and intermediate size as its kernels have them."""
@@ -91,7 +93,21 @@ class Peer:
 
 
 MXFP8, BF16 = 1 + 1 / SCALE_BLOCK, 2.0
+SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
+"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, docs/KERNELS.md, 2026-08-30): activation, rows gathered
+by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
+MENDED_US = 15.0, 12.0
+"""What the layer saves, fast and slow, once those loops are mended."""
 PEERS = {
-    "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8)),
+    "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8), (SUPPORT_US, SUPPORT_US)),
+    "CUTLASS 0.2": Peer(
+        "CUTLASS",
+        "mxfp8",
+        128,
+        128,
+        (MXFP8, BF16),
+        (2 * BF16, MXFP8),
+        (SUPPORT_US - MENDED_US[0], SUPPORT_US - MENDED_US[1]),
+    ),
     "Marlin": Peer("Marlin", "bf16", 256, 128, (BF16,), (2 * BF16, BF16)),
 }

@@ -136,8 +136,8 @@ def test_time_of_a_row_by_hand() -> None:
     assert line.dram == pytest.approx(counts[3] / 233e3)
     assert line.bound == "dram"
     assert line.overhead == pytest.approx(22.0)
-    assert line.fast == pytest.approx(counts[3] / 236e3 + 14)
-    assert line.slow == pytest.approx(counts[3] / 220e3 + 30)
+    assert line.fast == pytest.approx(counts[3] / (1e3 * FAST.dram_gb_per_second) + 14)
+    assert line.slow == pytest.approx(counts[3] / (1e3 * SLOW.dram_gb_per_second) + 30)
     assert line.shares == pytest.approx((line.floor / line.slow, line.floor / line.fast))
 
 
@@ -258,7 +258,7 @@ def test_a_stream_of_two_passes_waits_for_dram_in_the_first() -> None:
     assert second.counts.values() == pytest.approx((4e6, 1.5e9, 1e5, 0))
     issue = 4e6 / (CYCLES * 4 * 0.6)
     fast = dense.times_of(row, OUT, [first, second])["fast"]
-    assert fast == pytest.approx(6.5e6 / 236e3 + issue + FIXED_US["dense"][0])
+    assert fast == pytest.approx(6.5e6 / (1e3 * FAST.dram_gb_per_second) + issue + FIXED_US["dense"][0])
     head = MODELS[MODEL].matrices["LM head"]
     *_, third = dense.launches_of(BY_NAME["dense_mxfp4_m8_w2"], head, 17, seen)
     assert third.counts.bytes == head[0] * (2880 // 2 + 92)
