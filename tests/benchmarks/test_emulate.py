@@ -150,15 +150,15 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
     line = moe.predict(MOE, 2, 1, (tactic, tactic), [busy, busy])
     assert line.bound == "mma"
     assert line.overhead == pytest.approx(22 + 11.7)
-    assert line.fast == pytest.approx(2e12 / (CYCLES * 1024) + 14 + 11.7)
-    assert line.slow == pytest.approx(2e12 / (CYCLES * 512) + 30 + 11.7)
-    assert line.mma == pytest.approx(2e12 / (CYCLES * 768))
+    assert line.fast == pytest.approx(2e12 / (CYCLES * FAST.bf16_flops_per_cycle) + 14 + 11.7)
+    assert line.slow == pytest.approx(2e12 / (CYCLES * SLOW.bf16_flops_per_cycle) + 30 + 11.7)
+    assert line.mma == pytest.approx(2e12 / (CYCLES * MIDDLE.bf16_flops_per_cycle))
 
 
 def test_few_warps_few_blocks_and_bf16_are_slower() -> None:
     counts = Counts(1e6, 1e9, 1e5, 1e6)
     many, few = Launch(counts, 2.5).busy("mxfp8"), Launch(counts, 1.0, 12).busy("bf16")
-    assert few["mma"] == pytest.approx(4 * many["mma"] * 2048 / 768)
+    assert few["mma"] == pytest.approx(4 * many["mma"] * 2048 / MIDDLE.bf16_flops_per_cycle)
     assert few["issue"] == pytest.approx(4 * many["issue"] * 0.6 / 0.42)
     assert few["shared"] == pytest.approx(4 * many["shared"])
     assert few["dram"] == many["dram"]
