@@ -94,7 +94,7 @@ class Peer:
 
 MXFP8, BF16 = 1 + 1 / SCALE_BLOCK, 2.0
 SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
-"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, docs/KERNELS.md, 2026-08-30): activation, rows gathered
+"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows gathered
 by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
 MENDED_US = 15.0, 12.0
 """What the layer saves, fast and slow, once those loops are mended."""

@@ -81,7 +81,7 @@ EAGER_US = (0.0, 1600.0)
 """The same without graphs: assumed; 1,600 is what vLLM takes beyond a single kernel that runs the whole model (mirage #563)."""
 CUBLAS_GB_PER_SECOND = 190.0
 """What cuBLAS reads of a layer's bf16 matrix at few tokens, slow: two of 189 and 94 MB take 1.49 ms (gptoss-spark,
-docs/SPECULATION.md). Fast, and an LM head: DRAM's rate."""
+SPECULATION page). Fast, and an LM head: DRAM's rate."""
 ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 59.0)}
 """Microseconds, fast and slow, by kilobytes. Fast: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295). Slow:
 NCCL, two Sparks (dgx-spark-playbooks #103), at 48 KB four (b12x #295). A token's hidden state is 5.8 KB."""
