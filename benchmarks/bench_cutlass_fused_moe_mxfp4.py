@@ -33,6 +33,7 @@ import host_cost
 import torch
 import tqdm
 from peers import PEERS, TOLERANCE, Layer, Peer, find_peers
+from perfmodel.routing import NAMED, UNIFORM, log_popularity
 from timing import (
     Entry,
     Row,
@@ -74,7 +75,9 @@ def batches(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, B
     for model in arguments.models:
         weights = make_layer(model, max(arguments.tokens), SEED, device)
         progress = tqdm.tqdm(arguments.tokens, desc=model, disable=None)
-        yield model, weights, (route(weights, tokens, SEED + tokens) for tokens in progress)
+        routing = NAMED[arguments.routing]
+        popularity = None if routing == UNIFORM else log_popularity(MODELS[model].experts, routing)
+        yield model, weights, (route(weights, tokens, SEED + tokens, popularity) for tokens in progress)
 
 
 def measure(arguments: argparse.Namespace, device: str = "cuda") -> list[Row]:
@@ -179,6 +182,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
     parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
+    parser.add_argument(
+        "--routing",
+        choices=tuple(NAMED),
+        default="uniform",
+        help="how tokens choose experts: all alike, or by the profile of gpt-oss (perfmodel/routing.py)",
+    )
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
     arguments = parse_layers(parser, argv)
     predicts = not arguments.host and (arguments.predict or not torch.cuda.is_available())
@@ -210,7 +219,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.predict or not torch.cuda.is_available():
         if not arguments.predict:
             print("no GPU here: the prediction for a GB10 instead (--help for what a GPU measures)\n")
-        return int(in_own_process(emulate.predict_moe, arguments.models, arguments.tokens, arguments.modes))
+        return int(
+            in_own_process(
+                emulate.predict_moe, arguments.models, arguments.tokens, arguments.modes, NAMED[arguments.routing]
+            )
+        )
     if arguments.upstream and not require_device_class(torch.cuda.current_device()).mma_kinds:
         print("bench: --upstream needs an SM12x GPU; elsewhere upstream takes other weight layouts", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@
     python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
     python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
+    python benchmarks/bench_token.py --predict --draft eagle3 --drafted 0,1,2 --accepted 0.61  # when drafting pays on a GB10
     python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the same model
     python -m flashinfer sm12x-build --vllm bf16              # compile what they need
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
@@ -31,6 +32,7 @@ from typing import Any
 import emulate
 import torch
 from peers import load_marlin
+from perfmodel.drafts import DRAFTS
 from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
@@ -232,6 +234,13 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     name = arguments.models[0]
     given = from_report(arguments.report) if arguments.report is not None else None
     told = ["GB10 (SM121): prediction, not a measurement"]
+    if arguments.draft is not None:
+        told += [
+            f"{name}, one Spark, one stream, context 1,024, {arguments.draft}",
+            predict.drafts(name, arguments.draft, arguments.drafted, arguments.accepted),
+        ]
+        print("\n\n".join(told))
+        return 0
     bars = []
     fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
     # Counts for two Sparks are kept for gpt-oss-120b only.
@@ -254,10 +263,12 @@ def print_prediction(arguments: argparse.Namespace) -> int:
             f"one stream, tokens/s by context, Sparks: {count}",
             predict.by_context(name, count, **fused),
         ]
+    told += ["several streams, tokens/s, one Spark, context 1,024", predict.streams_by_preset(name, **fused)]
     told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
     if name == LAYER_MODEL:
         for row in hindcast.rows():
-            if (row.gpu, row.model, row.sequences, row.new, row.dense) == ("GB10", name, 1, 1, "mxfp4"):
+            one_stream = (row.gpu, row.model, row.sequences, row.new, row.dense) == ("GB10", name, 1, 1, "mxfp4")
+            if one_stream and row.unit == "tokens/s":
                 sparks = f"{row.gpus} Spark{'s' * (row.gpus > 1)}"
                 told.append(f"published, {sparks}, {row.engine}, context {row.context:,}, tokens/s: {row.value:g}")
     told.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
@@ -276,11 +287,9 @@ def print_hindcast(arguments: argparse.Namespace) -> int:
     told = {
         "Inputs of the model, which are no rows": hindcast.inputs(),
         "Streams: gpt-oss-120b, spark, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(
-            arguments.zipf
+            arguments.spread
         ),
-        "Verify windows: tokens that a step has to yield to pay, and the acceptance of each draft; predicted": hindcast.windows(
-            arguments.shared
-        ),
+        "A layer by the experts that it touches: the line through its times": hindcast.layer_line(),
         "SM120 cards: predicted us of a layer of experts, tokens/s in a server": hindcast.cards(),
     }
     for title, text in told.items():
@@ -292,7 +301,7 @@ def print_hindcast(arguments: argparse.Namespace) -> int:
         print(f"wrote {path}")
     except ImportError as error:
         print(f"no picture: {error}")
-    print(f"\n{hindcast.table()}")
+    print(f"\n{hindcast.table(hindcast.compared())}")
     return 0
 
 
@@ -360,13 +369,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--hindcast", action="store_true", help="measure nothing: what others published beside what the model predicts"
     )
     parser.add_argument(
-        "--zipf", type=decimals, default=[0.0, 0.9, 1.5], help="of --hindcast: exponents of the experts' popularity"
-    )
-    parser.add_argument(
-        "--shared",
+        "--spread",
         type=decimals,
-        default=[0.0, 0.2, 0.4, 0.6, 0.8],
-        help="of --hindcast: shares of experts in a window",
+        default=[0.0, 1.5, 2.0],
+        help="of --hindcast: spreads of the experts' popularity; 0 is uniform, 1.5 to 2 gpt-oss's",
+    )
+    parser.add_argument("--draft", choices=tuple(DRAFTS), help="of --predict: only passes that draft and verify")
+    parser.add_argument("--drafted", type=numbers, default=[0, 1, 2, 3], help="of --draft: tokens that a pass drafts")
+    parser.add_argument(
+        "--accepted",
+        type=decimals,
+        default=[0.5, 0.61, 0.7, 0.8],
+        help="of --draft: probability that a drafted token is right if those before it are",
     )
     parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
     parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")
@@ -391,6 +405,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--decode: {'x'.join(map(str, least[0]))}; sequences and context must be at least 1")
     if arguments.prefill and min(arguments.prefill) < 1:
         parser.error(f"--prefill: {min(arguments.prefill)}; a prompt has at least one token")
+    if min(arguments.drafted) < 0 or not all(0 <= each <= 1 for each in arguments.accepted):
+        parser.error(
+            f"--drafted {arguments.drafted}, --accepted {arguments.accepted}: 0 or more tokens, probabilities of 0 to 1"
+        )
+    if arguments.draft is not None and arguments.models[0] != LAYER_MODEL:
+        parser.error(f"--draft: {arguments.draft} is a draft of {LAYER_MODEL}, not of {arguments.models[0]}")
     if min(arguments.windows) < 1:
         parser.error(f"--windows: {arguments.windows}; a step computes at least one token of a sequence")
     for weights in arguments.dense:
@@ -427,7 +447,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check and not torch.cuda.is_available():
         print("bench: --check runs kernels, and there is no GPU: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
+    drafts = arguments.draft is not None
+    if arguments.report is not None or arguments.predict or drafts or not torch.cuda.is_available():
         return print_prediction(arguments)
     if arguments.check:
         return check.check(arguments, lambda: load_marlin(arguments.vllm), equip)

@@ -22,7 +22,7 @@ from perfmodel import dense, gb10, moe, step
 from perfmodel.devices import DEVICES
 from perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
 from perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
-from perfmodel.routing import routed
+from perfmodel.routing import UNIFORM, Routing, routed
 from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
@@ -190,7 +190,11 @@ def build_emulator() -> None:
 
 
 def moe_lines(
-    layers: Sequence[MoELayer], tokens: Sequence[int], modes: Sequence[int], fitted: Fits
+    layers: Sequence[MoELayer],
+    tokens: Sequence[int],
+    modes: Sequence[int],
+    fitted: Fits,
+    routing: Routing = UNIFORM,
 ) -> Iterator[moe.Line]:
     """All rows; says what it builds and emulates. ``fitted`` is filled."""
     rows = [
@@ -222,7 +226,7 @@ def moe_lines(
                     f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
                     flush=True,
                 )
-            yield predict(layer, mode, count, tactics, fitted[key])
+            yield predict(layer, mode, count, tactics, fitted[key], routing)
 
 
 # --- dense layers -----------------------------------------------------------------------------------------------------
@@ -381,9 +385,9 @@ def say(table: str, floor: str, layers: str) -> None:
 
 
 @unless_impossible
-def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int]) -> None:
+def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], routing: Routing = UNIFORM) -> None:
     """Print the table of MoE layers."""
-    lines = moe_lines([LAYERS[model] for model in models], tokens, modes, {})
+    lines = moe_lines([LAYERS[model] for model in models], tokens, modes, {}, routing)
     of_each = [len([mode for mode in modes if mode in MODES_OF[LAYERS[model].weights]]) for model in models]
     names = [model for model, count in zip(models, of_each, strict=True) for _ in range(count * len(tokens))]
     table = moe_table(list(zip(names, lines, strict=True)))

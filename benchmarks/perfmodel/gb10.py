@@ -37,13 +37,18 @@ class Rates:
     bf16_flops_per_cycle: float
 
 
-FAST, MIDDLE, SLOW = Rates(236.0, 1024.0), Rates(233.0, 768.0), Rates(220.0, 512.0)
+FAST, MIDDLE, SLOW = Rates(250.0, 1024.0), Rates(233.0, 943.0), Rates(218.0, 862.0)
+"""DRAM, fast: what a bf16 GEMV reads on a GB10 (250.9 GB/s, gptoss-spark; a read-only probe 252.7, minfer). Slow: the
+least marginal rate of the kernels that stream experts with one block an SM and three or more stages in flight: 218 to 222
+(trellis experts by ``cp.async``) and 223 (CUTLASS's grouped GEMM by bulk copies, three stages). Not taken: 195 and 208 GB/s of
+``cp.async`` kernels, which are whole times, launches included, and 83 of two stages. bf16, fast: RTX PRO's rate; slow: what
+cuBLAS reaches on a GB10 (100 TFLOPS at 2.418 GHz), so that GeForce's 512 is excluded."""
 
 FIXED_US = {
     "MoE": (14.0, 30.0),
     "dense": (5.0, 12.0),
-    "small": (2.0, 4.0),
-    "gemm": (5.0, 12.0),
+    "small": (1.7, 2.9),
+    "gemm": (2.1, 8.6),
     "router": (3.0, 8.0),
     "attention": (8.0, 16.0),
     "decode_attention": (5.0, 12.0),
@@ -51,9 +56,10 @@ FIXED_US = {
 """Microseconds, fast and slow, that a call takes besides its busiest resource: its launches in a graph, tails and gaps.
 
 MoE: an H200 takes 14 us at one token beyond its bytes and arithmetic. dense: one launch; an H200 takes 10 us at one
-token beyond its bytes, with no earlier launch to hide a part of that. small: vLLM's engine on an H200 takes 2.7 us for
-a norm and 2.9 us for the top-k, gaps included; one node of a graph is published as 1.3 us (Megatron-LM #6064). gemm:
-the same as dense (an H200 takes 9 us for the router). router: this fork's, two launches; an H200 takes 6.0 us for one
+token beyond its bytes, with no earlier launch to hide a part of that. small: a norm or an elementwise kernel of
+vLLM's decode step on a GB10 takes 1.67 us (0.29 ms, 174 kernels, gptoss-spark), a top-k on an H200 2.9, and no time passes
+between kernels of a graph there (24.9 of 25 s). gemm: on a GB10 cuBLAS's router takes 5.3 us, 3.2 of them bytes; Marlin's 79
+GEMMs of a drafted pass take 5.62 ms, 0.68 more than their 1.23 GB at the fast rate. router: this fork's, two launches; an H200 takes 6.0 us for one
 token, norm and bytes included. Its weights may be prefetched before it begins; that is not modelled. attention:
 FlashInfer's XQA takes 10 to 15 us on an H200 up to a context of 1,024. decode_attention: this fork's; assumed equal to
 dense, which is one launch with a start and a tail, too: an H200 takes 8.3 to 8.8 us in a window and 9.3 to 10.2 us at a
@@ -80,14 +86,15 @@ def told(layers: str) -> list[str]:
     }
     return [
         f"GB10: {MULTIPROCESSORS} SMs, {SCHEDULERS} schedulers each, {GIGAHERTZ} GHz, L2 of {L2_MEGABYTES:g} MB (published)",
-        f"DRAM: {FAST.dram_gb_per_second:g} to {SLOW.dram_gb_per_second:g} GB/s, the middle and what shares are of: "
-        f"{MIDDLE.dram_gb_per_second:g} (public measurements of saturating reads: 231 to 236; sold as 273)",
+        f"DRAM: {FAST.dram_gb_per_second:g} GB/s (a bf16 GEMV and a read-only probe) to {SLOW.dram_gb_per_second:g} (marginal "
+        f"rate of streamed experts: 218 to 223), shares are of {MIDDLE.dram_gb_per_second:g} (saturating reads: 227 to 253; "
+        "Marlin's LM head 233; sold as 273)",
         f"L2: {L2_USABLE:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
         "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
         f"MMA: {MMA_FLOPS_PER_CYCLE} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
         "cards), twice as many with two packed MXFP4 ones (published); "
-        f"{FAST.bf16_flops_per_cycle:g} to {SLOW.bf16_flops_per_cycle:g} with bf16 (the one on RTX PRO, the other on "
-        "GeForce; unknown of a GB10)",
+        f"{FAST.bf16_flops_per_cycle:g} (as on RTX PRO) to {SLOW.bf16_flops_per_cycle:g} (what cuBLAS reaches on a GB10) with "
+        "bf16",
         f"issue: {ISSUE_PER_WARP} instructions per cycle for each resident warp of a scheduler, at most "
         f"{ISSUE_CEILING} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
         fixed[layers],
@@ -95,7 +102,7 @@ def told(layers: str) -> list[str]:
 
 
 def mma_rates() -> dict[str, tuple[float, float]]:
-    """FLOP per cycle and SM, slow and fast; of bf16 and f16, on GeForce and on RTX PRO."""
+    """FLOP per cycle and SM, slow and fast; of bf16 and f16, as cuBLAS reaches on a GB10 and as RTX PRO has."""
     bf16 = SLOW.bf16_flops_per_cycle, FAST.bf16_flops_per_cycle
     return {"bf16": bf16, "f16": bf16} | {kind: (rate,) * 2 for kind, rate in BLOCK_SCALED_FLOPS_PER_CYCLE.items()}
 

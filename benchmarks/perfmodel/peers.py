@@ -20,7 +20,7 @@ from pathlib import Path
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 
 from .gb10 import Counts, Launch
-from .moe import fits_in, mean_work
+from .moe import Work, fits_in, mean_work
 from .routing import UNIFORM, Routing
 
 FITS = Path(__file__).with_name("gb10_peers.csv")
@@ -34,7 +34,8 @@ class Peer:
 
     ``operand`` is what its MMAs multiply, ``hidden`` and ``inter`` are what sizes are rounded up to. Its small launches read or
     write, for each route, ``of_hidden`` and ``of_inter`` bytes times the sizes: tokens gathered by expert and outputs; FC1's
-    output and activations.
+    output and activations. ``support_us``: microseconds of its small launches where a GB10's were published; None: by their
+    number.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Peer:
     inter: int
     of_hidden: tuple[float, ...]
     of_inter: tuple[float, ...]
+    support_us: tuple[float, float] | None = None
 
     def padded(self, layer: MoELayer) -> tuple[int, int]:
         """Hidden and intermediate size as its kernels have them."""
@@ -62,10 +64,13 @@ class Peer:
         rows = tokens * layer.top_k
         return sum(rows * each for each in tensors if rows * each > l2_bytes)
 
-    def launches(
-        self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM, keep_pace: bool = True
-    ) -> list[Launch]:
-        """FC1 and FC2; ``keep_pace``: tiles of an expert read its weights together.
+    def work(self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM, new: int = 1) -> Work:
+        """The mean work of a batch by its routing, each ``new`` tokens of one sequence."""
+        return mean_work(layer, tokens, self.tile(layer, tokens), routing, new)
+
+    def launches(self, layer: MoELayer, tokens: int, work: Work | None = None, keep_pace: bool = True) -> list[Launch]:
+        """FC1 and FC2 of ``work``, by uniform routing when omitted; ``keep_pace``: tiles of an expert read its weights
+        together.
 
         Raises
         ------
@@ -79,7 +84,7 @@ class Peer:
                 f"{self.name}'s experts of {hidden} x {inter} with tiles of {tile} tokens were not emulated: "
                 "benchmarks/emulate_peers.py says which were"
             )
-        work, found = mean_work(layer, tokens, tile, routing), []
+        work, found = work or self.work(layer, tokens), []
         for fit in fits:
             alone = self.name == "Marlin" and work.tiles > fit.blocks and not keep_pace
             again = work.tiles - work.experts if alone else 0.0
@@ -88,7 +93,21 @@ class Peer:
 
 
 MXFP8, BF16 = 1 + 1 / SCALE_BLOCK, 2.0
+SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
+"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows gathered
+by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
+MENDED_US = 15.0, 12.0
+"""What the layer saves, fast and slow, once those loops are mended."""
 PEERS = {
-    "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8)),
+    "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8), (SUPPORT_US, SUPPORT_US)),
+    "CUTLASS 0.2": Peer(
+        "CUTLASS",
+        "mxfp8",
+        128,
+        128,
+        (MXFP8, BF16),
+        (2 * BF16, MXFP8),
+        (SUPPORT_US - MENDED_US[0], SUPPORT_US - MENDED_US[1]),
+    ),
     "Marlin": Peer("Marlin", "bf16", 256, 128, (BF16,), (2 * BF16, BF16)),
 }

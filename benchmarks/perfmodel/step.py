@@ -40,10 +40,10 @@ from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
 
 from . import gb10
 from .devices import GB10, Device
-from .gb10 import CYCLES, FIXED_US, LAUNCH_SAVED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, Times
-from .moe import known_fits, mean_work, planned
+from .gb10 import CYCLES, FIXED_US, LAUNCH_SAVED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SECOND_LAUNCH_US, Times
+from .moe import Work, known_fits, mean_work, planned
 from .moe import predict as predict_layer
-from .peers import PEERS
+from .peers import PEERS, Peer
 from .routing import UNIFORM, Routing
 
 BF16, FP32, INT32 = 2, 4, 4
@@ -76,9 +76,14 @@ times a plain read on an H200."""
 REACHED = {"gemm": (0.9, 0.7), "experts": (0.79, 0.62), "attention": (0.73, 0.5)}
 """Shares of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
 grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
-ENGINE_US = (0.0, 1600.0)
-"""Microseconds that a serving engine adds to a step, fast and slow: vLLM's on an H200 takes up to 250 beyond its
-kernels (docs/log.md), and 1,600 more than a single kernel that runs the whole model (mirage #563)."""
+ENGINE_US = (0.0, 250.0)
+"""Microseconds that a serving engine adds to a step, fast and slow. vLLM's with graphs adds none on a GB10 (kernels run for 24.9
+of 25 s, gptoss-spark) and up to 250 on an H200 (docs/log.md)."""
+EAGER_US = (0.0, 1600.0)
+"""The same without graphs: assumed; 1,600 is what vLLM takes beyond a single kernel that runs the whole model (mirage #563)."""
+CUBLAS_GB_PER_SECOND = 190.0
+"""What cuBLAS reads of a layer's bf16 matrix at few tokens, slow: two of 189 and 94 MB take 1.49 ms (gptoss-spark,
+SPECULATION page). Fast, and an LM head: DRAM's rate."""
 ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 59.0)}
 """Microseconds, fast and slow, by kilobytes. Fast: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295). Slow:
 NCCL, two Sparks (dgx-spark-playbooks #103), at 48 KB four (b12x #295). A token's hidden state is 5.8 KB."""
@@ -309,7 +314,8 @@ def kept_kernel(
 class Given:
     """Inputs of a prediction, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
 
-    ``engine_us`` is what the engine adds to a step.
+    ``engine_us`` is what the engine adds to a step. ``experts``: how many a layer touches, in place of ``routing``; only
+    of others' counted experts. ``nccl``: all-reduces are known to be NCCL's.
     """
 
     device: Device = GB10
@@ -317,6 +323,8 @@ class Given:
     layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
     routing: tuple[Routing, Routing] = (UNIFORM, UNIFORM)
     engine_us: tuple[float, float] = (0.0, 0.0)
+    experts: int = 0
+    nccl: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,8 +406,14 @@ def flops_of(size: Model, step: Step, part: str) -> float:
     return 2.0 * n * k * (step.logits if part == "LM head" else step.tokens)
 
 
-def others_experts_us(given: Given) -> tuple[float, float]:
-    """Microseconds of the launches of others' MoE layer."""
+def others_experts_us(given: Given, peer: Peer | None = None) -> tuple[float, float]:
+    """Microseconds of the launches of others' MoE layer.
+
+    Where its small ones were published as a GB10's, a GEMM after another takes a graph's node to this fork's second launch.
+    """
+    if peer is not None and peer.support_us is not None:
+        fast, slow = peer.support_us
+        return fast + 2 * GRAPH_NODE_US, slow + 2 * SECOND_LAUNCH_US
     gemms, small = OTHERS_EXPERTS["gemm"], OTHERS_EXPERTS["small"]
     fast, slow = (gemms[end] * FIXED_US["gemm"][end] + small[end] * given.small_us[end] for end in (0, 1))
     return fast, slow
@@ -419,9 +433,12 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
         device = dataclasses.replace(device, bf16=(fast, slow))
     handed = peer.handed(size.moe, step.tokens, device.l2_bytes)
     for end in (0, 1):
-        launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
+        work = peer.work(size.moe, step.tokens, given.routing[end], step.related)
+        if given.experts:
+            work = Work(step.tokens, given.experts, given.experts, step.tokens * size.top_k)
+        launches = peer.launches(size.moe, step.tokens, work, keep_pace=end == 0)
         megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
-        times = Times(**gb10.times(launches, peer.operand, megabytes, others_experts_us(given)))
+        times = Times(**gb10.times(launches, peer.operand, megabytes, others_experts_us(given, peer)))
         ends.append(on_device(times, peer.operand != "bf16", device)[end] + handed / device.dram[end] / 1e3)
     return ends[0], ends[1]
 
@@ -431,7 +448,10 @@ def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> t
     name, device, ends = parts[0].name, given.device, []
     attention, experts = name.startswith("attention"), name == "MoE"
     for end, part in enumerate(parts):
-        time = part.bytes / part.calls / 1e3 / device.dram[end] * (STREAMED[end] if attention else 1.0)
+        rate = device.dram[end]
+        if end and device.name == GB10.name and name in ("QKV", "O") and step.formats[name] == "bf16":
+            rate = min(rate, CUBLAS_GB_PER_SECOND)
+        time = part.bytes / part.calls / 1e3 / rate * (STREAMED[end] if attention else 1.0)
         fixed = given.small_us[end]
         if attention or experts or name in (*MATRICES, "router"):
             rate = MMA_FLOPS_PER_CYCLE if experts else device.bf16[end]
@@ -443,12 +463,15 @@ def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> t
     return ends[0], ends[1]
 
 
-def all_reduce_us(kilobytes: float) -> tuple[float, float]:
-    """Fast and slow, of one all-reduce between two Sparks: linear beyond the smaller of the published sizes."""
+def all_reduce_us(kilobytes: float, nccl: bool = False) -> tuple[float, float]:
+    """Fast and slow, of one all-reduce between two Sparks: linear beyond the smaller of the published sizes.
+
+    ``nccl``: by NCCL, which is the slow one, at both ends.
+    """
     (small, least), (large, most) = ALL_REDUCE_US.items()
     more = max(kilobytes - small, 0.0) / (large - small)
     fast, slow = (a + more * (b - a) for a, b in zip(least, most, strict=True))
-    return fast, slow
+    return (slow if nccl else fast), slow
 
 
 def kept_batch(tokens: int, batches: Sequence[int] = KEPT_BATCHES) -> int:
@@ -523,7 +546,7 @@ def row_of(model: str, size: Model, step: Step, parts: tuple[Part, Part], given:
     part, counted = parts[0], "fork, virtual SM121"
     measured = given.layers.get(step.tokens) if (model, size.ranks, step.fork) == (LAYER_MODEL, 1, True) else None
     if part.name == "all-reduce":
-        ends, by = all_reduce_us(BF16 * size.hidden * step.tokens / 1e3), "RDMA, published"
+        ends, by = all_reduce_us(BF16 * size.hidden * step.tokens / 1e3, given.nccl), "published"
     elif part.name == "MoE" and measured is not None:
         ends, by = (measured, measured), "fork, measured"
     elif part.name == "MoE" and step.fork:
@@ -608,8 +631,9 @@ def told() -> list[str]:
     fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
     return [
         *gb10.told("MoE"),
-        f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: vLLM's engine on an H200 takes 2.7 to 2.9, a "
-        f"graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: 9 to 10 there; attention: XQA takes 10 to 11 there)",
+        f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: 1.67 on a GB10, 2.9 on "
+        f"an H200, a graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; attention: XQA takes "
+        f"10 to 11 on an H200); cuBLAS reads QKV and O in bf16 at {CUBLAS_GB_PER_SECOND:g} GB/s to DRAM's rate",
         f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to 1.12 on an H200)",
         f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate (assumed), attention "
         f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv 2307.08691)",

@@ -4,8 +4,12 @@
 ``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was taken from
 it. ``later``: the same, added and predicted once when the model's causes were final. ``counted``: the same, added before experts
 of others were counted, and predicted once before and once behind that. ``input``: the model takes it, so that it is no row.
+``autumn``: the same, added on 2026-11-28 from what others had measured since August. ``routing`` and ``taken``: figures of these from which
+the model takes its routing or a constant, so that they are shown and not counted. ``told``: a figure whose kernels were not
+counted in its sizes, so that nothing is predicted.
 ``hindcast_frozen.csv`` has what the model of 2026-11-24 predicted before any comparison, ``hindcast_bytes.csv`` what it did of
-all rows before that counting.
+all rows before that counting, ``hindcast_counted.csv`` what it did afterwards, ``hindcast_autumn.csv`` what the model of 2026-11-28 predicted of the autumn's rows before any
+comparison.
 
 Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
 No prediction reads a value of ``published.csv``.
@@ -19,10 +23,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from perfmodel.devices import DEVICES, GB10, Device
-from perfmodel.routing import PUBLISHED as ROUTING
-from perfmodel.routing import Routing
+from perfmodel.drafts import EAGLE3, SHORT_HEAD, draft_us
+from perfmodel.routing import PROFILE, WINDOW, Routing
 from perfmodel.step import (
+    EAGER_US,
     ENGINE_US,
     LAYER_MODEL,
     REACHED,
@@ -41,12 +47,25 @@ from . import picture
 from .predict import PRESET_FORMATS, rates, span_and_middle, tokens_per_second
 
 HERE = Path(__file__).parent
-PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
+PUBLISHED, FROZEN, BY_BYTES, COUNTED, AUTUMN = (
+    HERE / name
+    for name in (
+        "published.csv",
+        "hindcast_frozen.csv",
+        "hindcast_bytes.csv",
+        "hindcast_counted.csv",
+        "hindcast_autumn.csv",
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A line of ``published.csv``; the batch's fields are zero in an input."""
+    """A line of ``published.csv``; the batch's fields are zero in an input.
+
+    ``experts``: how many distinct ones a timed layer was given; 0: by routing. ``yields``: tokens that a step of ``new``
+    ones gave, where all but one were drafted; 0: all of them.
+    """
 
     role: str
     name: str
@@ -61,6 +80,8 @@ class Figure:
     sequences: int
     context: int
     new: int
+    experts: int
+    yields: float
     value: float
     unit: str
     configuration: str
@@ -68,17 +89,23 @@ class Figure:
 
 def figures() -> list[Figure]:
     """All lines, inputs included."""
-    numbers = ("gpus", "sequences", "context", "new")
+    numbers = ("gpus", "sequences", "context", "new", "experts")
     with PUBLISHED.open(encoding="utf-8", newline="") as file:
         return [
-            Figure(**{**line, "value": float(line["value"]), **{name: int(line[name] or 0) for name in numbers}})
+            Figure(
+                **{
+                    **line,
+                    **{name: float(line[name] or 0) for name in ("value", "yields")},
+                    **{name: int(line[name] or 0) for name in numbers},
+                }
+            )
             for line in csv.DictReader(file)
         ]
 
 
 def rows() -> list[Figure]:
-    """The published figures to compare with: all but the model's inputs."""
-    return [figure for figure in figures() if figure.role != "input"]
+    """The published figures to compare with: all but the model's inputs and what is not predicted."""
+    return [figure for figure in figures() if figure.role not in ("input", "told")]
 
 
 def loaded(name: str) -> Device:
@@ -87,16 +114,59 @@ def loaded(name: str) -> Device:
     return dataclasses.replace(device, sustained=REACHED["experts"]) if device == GB10 else device
 
 
+SERVERS = {"vLLM": ENGINE_US, "vLLM-eager": EAGER_US}
+ALONE = {"CUTLASS": "MoE", "cuBLAS router": "router", "Marlin LM head": "LM head"}
+"""Parts of a step that were timed alone, by the engine of their rows."""
+
+
 def predicted(row: Figure) -> Predicted:
-    """A row's step, with routing as published and, of a server, its engine; experts by counts where they were counted."""
+    """A row's step, with routing as published and, of a server, its engine; experts by counts where they were counted.
+
+    Of a part that was timed alone a whole step that has it.
+    """
     server, _, experts = row.engine.partition(" ")
-    step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False, experts=experts)
-    engine = ENGINE_US if server == "vLLM" else (0.0, 0.0)
-    return predict(row.model, step, row.gpus, Given(loaded(row.gpu), routing=ROUTING, engine_us=engine))
+    if row.engine in ALONE:
+        experts = "CUTLASS"
+    verified = row.yields > 0
+    step = Step(
+        row.sequences,
+        row.context or 1,
+        row.new,
+        row.kv or "bf16",
+        formats_of(row.dense or "bf16"),
+        fork=False,
+        experts=experts,
+        verified=verified,
+    )
+    engine = SERVERS.get(server, (0.0, 0.0))
+    routing = WINDOW if verified else PROFILE
+    given = Given(loaded(row.gpu), routing=routing, engine_us=engine, experts=row.experts, nccl=row.gpus > 1)
+    return predict(row.model, step, row.gpus, given)
+
+
+def slow_middle_fast(row: Figure) -> tuple[float, float, float]:
+    """A row's prediction in its unit: tokens/s, or microseconds of a part that was timed alone."""
+    step = predicted(row)
+    if row.unit == "us":
+        part = next(each for each in step.rows if each.part == ALONE[row.engine])
+        fast, slow = part.fast / part.calls, part.slow / part.calls
+        return slow, (fast + slow) / 2, fast
+    if not row.yields:
+        return rates(step)
+    head = SHORT_HEAD if row.engine.endswith("0.2") else 0
+    drafted = [(row.new - 1) * end for end in draft_us(EAGLE3, row.dense, head)]
+    fast, slow = (end + draft for end, draft in zip((step.fast, step.slow), drafted, strict=True))
+    slow, middle, fast = (1e6 * row.sequences * row.yields / end for end in (slow, (fast + slow) / 2, fast))
+    return slow, middle, fast
+
+
+def inside(row: Figure, slow: float, fast: float) -> bool:
+    """Whether a figure lies between the ends of its prediction."""
+    return min(slow, fast) <= row.value <= max(slow, fast)
 
 
 def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
-    """Tokens/s by row, slow, middle and fast: :data:`FROZEN` or :data:`BY_BYTES`."""
+    """Predictions by row in its unit, slow, middle and fast: :data:`FROZEN`, :data:`BY_BYTES` or :data:`AUTUMN`."""
     with path.open(encoding="utf-8", newline="") as file:
         return {
             line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
@@ -104,24 +174,122 @@ def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
         }
 
 
-def table() -> str:
-    """Each row, predicted beside published; the last line counts those inside."""
-    before, body, inside = [earlier(path) for path in (FROZEN, BY_BYTES)], [], 0
-    compared = rows()
-    for row in compared:
-        now = rates(predicted(row))
-        fits = now[0] <= row.value <= now[2]
-        inside += fits
-        error = f"{now[1] / row.value - 1:+.0%}"
+CALIBRATING = ("routing", "taken")
+"""Roles of rows from which a constant was taken: they are shown, and not counted."""
+FAR = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A row beside its prediction in its unit."""
+
+    row: Figure
+    slow: float
+    middle: float
+    fast: float
+
+    @property
+    def inside(self) -> bool:
+        return inside(self.row, self.slow, self.fast)
+
+    @property
+    def off(self) -> float:
+        """The middle over the published figure, less 1."""
+        return self.middle / self.row.value - 1
+
+    @property
+    def span(self) -> str:
+        """Least to most and, in brackets, the middle."""
+        least, most = sorted((self.slow, self.fast))
+        return span_and_middle(least, self.middle, most)
+
+    @property
+    def width(self) -> float:
+        """The wider end over the narrower one."""
+        return max(self.slow, self.fast) / min(self.slow, self.fast)
+
+
+def compared() -> list[Compared]:
+    """All rows, predicted today."""
+    return [Compared(row, *slow_middle_fast(row)) for row in rows()]
+
+
+def frozen_again(them: Sequence[Compared]) -> list[Compared]:
+    """The same rows as they were predicted before any comparison: earlier ones when those were final, the autumn's frozen."""
+    kept = earlier(COUNTED) | earlier(AUTUMN)
+    return [Compared(each.row, *kept[each.row.name]) for each in them]
+
+
+def share(them: Sequence[Compared], which: str) -> str:
+    """How many of the counted rows are inside, and how many middles are far off."""
+    counted = [each for each in them if each.row.role not in CALIBRATING]
+    far = sum(abs(each.off) > FAR for each in counted)
+    fitting = sum(each.inside for each in counted)
+    return (
+        f"{which}: {fitting} of {len(counted)} inside ({fitting / len(counted):.0%}), "
+        f"middles off by more than {FAR:.0%}: {far} ({far / len(counted):.0%})"
+    )
+
+
+def widest(them: Sequence[Compared], which: str, most: float) -> str:
+    """The widest range, and how many exceed ``most``."""
+    width = max(each.width for each in them)
+    wide = sum(each.width > most for each in them)
+    return f"ranges of {which}: {width:.2f} at most, {wide} of {len(them)} wider than {most:g}"
+
+
+def summary(them: Sequence[Compared]) -> str:
+    """The aims' lines; the last one is of all rows."""
+    spark = [each for each in them if each.row.gpu == "GB10" and each.row.unit == "tokens/s"]
+    decode = [each for each in spark if each.row.new == 1 or each.row.yields]
+    autumn = [each for each in them if each.row.role == "autumn"]
+    return "\n".join(
+        [
+            widest([each for each in decode if each.row.sequences == 1], "one stream on GB10s", 1.3),
+            widest([each for each in decode if each.row.sequences > 1], "several streams on GB10s", 1.5),
+            share(frozen_again(them), "as predicted before any comparison"),
+            share(frozen_again(autumn), "the autumn's rows, as frozen"),
+            share(autumn, "the autumn's rows, today"),
+            share(them, "all rows, today"),
+        ]
+    )
+
+
+def layer_line() -> str:
+    """The layer by distinct experts: a line through the published times, and through the predicted ones."""
+    layers = [
+        each for each in compared() if each.row.name.startswith("gptoss-spark layer") and "experts" in each.row.name
+    ]
+    system = torch.tensor([[1.0, each.row.experts] for each in layers], dtype=torch.float64)
+
+    def line(times: Sequence[float]) -> list[float]:
+        solved = torch.linalg.lstsq(system, torch.tensor(times, dtype=torch.float64).unsqueeze(1)).solution
+        return [float(each) for each in solved.flatten()]
+
+    times = {
+        "published": [each.row.value for each in layers],
+        "fast": [each.fast for each in layers],
+        "middle": [each.middle for each in layers],
+        "slow": [each.slow for each in layers],
+    }
+    body = [[name, *(f"{number:.1f}" for number in line(of_each))] for name, of_each in times.items()]
+    return github(body, ["layer of CUTLASS experts", "us beside experts", "us an expert"])
+
+
+def table(them: Sequence[Compared]) -> str:
+    """Each row, predicted beside published; the last lines are the aims'."""
+    before, body = [earlier(path) for path in (FROZEN, BY_BYTES, AUTUMN)], []
+    for each in them:
+        row = each.row
         body.append(
             [
                 row.name,
                 row.role,
                 *(span_and_middle(*kept[row.name]) if row.name in kept else "-" for kept in before),
-                span_and_middle(*now),
+                each.span,
                 f"{row.value:,g}",
-                error,
-                "yes" if fits else "no",
+                f"{each.off:+.0%}",
+                "yes" if each.inside else "no",
             ]
         )
     headers = [
@@ -129,12 +297,13 @@ def table() -> str:
         "",
         "frozen",
         "by bytes",
-        "predicted tokens/s",
+        "frozen in autumn",
+        "predicted, tokens/s or us",
         "published",
         "middle off by",
         "inside",
     ]
-    return f"{github(body, headers)}\n\n{inside} of {len(compared)} inside"
+    return f"{github(body, headers)}\n\n{summary(them)}"
 
 
 def inputs() -> str:
@@ -150,7 +319,7 @@ def inputs() -> str:
 
 def own(model: str, step: Step, device: str = "GB10", ranks: int = 1) -> Predicted:
     """This fork in a server: routing as published, the engine, and of a GB10 the MMA rates that others reached."""
-    return predict(model, step, ranks, Given(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
+    return predict(model, step, ranks, Given(loaded(device), routing=PROFILE, engine_us=ENGINE_US))
 
 
 FUSED = {"fused_router": True, "fused_attention": True}
@@ -188,9 +357,13 @@ def draw(path: Path) -> None:
         ("held", "held back", "C1"),
         ("later", "added later", "C2"),
         ("counted", "added before counting", "C3"),
+        ("autumn", "the autumn's", "C4"),
+        ("routing", "gives the routing", "C5"),
+        ("taken", "gives a constant", "C6"),
     ]
+    shown = [each for each in compared() if each.row.unit == "tokens/s"]
     for role, label, color in groups:
-        these = [(row, rates(predicted(row))) for row in rows() if row.role == role]
+        these = [(each.row, (each.slow, each.middle, each.fast)) for each in shown if each.row.role == role]
         ends = [[now[1] - now[0] for _, now in these], [now[2] - now[1] for _, now in these]]
         axes.errorbar(
             [row.value for row, _ in these], [now[1] for _, now in these], yerr=ends, fmt="o", markersize=4, capsize=2,
@@ -214,69 +387,20 @@ def draw(path: Path) -> None:
 # --- routing in practice ----------------------------------------------------------------------------------------------
 
 
-def streams(zipfs: Sequence[float]) -> str:
-    """Tokens/s of several streams on one GB10 by the exponent of the experts' popularity, without an engine."""
+def streams(profiles: Sequence[float]) -> str:
+    """Tokens/s of several streams on one GB10, without an engine, by :attr:`.Routing.spread`; 0 is uniform routing."""
     body = []
     for count in STREAMS:
         step = Step(count, 1024, formats=PRESET_FORMATS["spark"], **FUSED)
         line = [str(count)]
-        for zipf in zipfs:
-            routing = Routing(zipf=zipf)
+        for spread in profiles:
+            routing = Routing(spread=spread)
             line.append(f"{touched(MODELS[LAYER_MODEL], step, routing):.0f}")
             given = Given(DEVICES["GB10"], routing=(routing, routing))
             line.append(tokens_per_second(predict(LAYER_MODEL, step, given=given)))
         body.append(line)
-    headers = ["streams", *(head for zipf in zipfs for head in (f"Zipf {zipf:g}: experts", "tokens/s"))]
+    headers = ["streams", *(head for spread in profiles for head in (f"spread {spread:g}: experts", "tokens/s"))]
     return github(body, headers)
-
-
-DRAFT_SHARE = 0.143
-"""Time to draft one token, as a share of a step with bf16 dense layers: Cohere's Command models."""
-WINDOWS = range(2, 9)
-
-
-def window_cost(preset: str, window: int, shared: float) -> float:
-    """The cost, in plain steps, of a step that drafts ``window - 1`` tokens and verifies them: the tokens it must yield
-    to pay.
-
-    Times are the middles of their ranges. ``shared``: the share of experts that a token has in common with the one
-    before it.
-    """
-    routing = Routing(shared=shared)
-
-    def middle(step: Step) -> float:
-        done = predict(LAYER_MODEL, step, given=Given(DEVICES["GB10"], routing=(routing, routing)))
-        return (done.fast + done.slow) / 2
-
-    formats = PRESET_FORMATS[preset]
-    plain = middle(Step(1, 1024, formats=formats, fused_router=True, verified=True))
-    verify = middle(Step(1, 1024, window, formats=formats, fused_router=True, verified=True))
-    draft = DRAFT_SHARE * middle(Step(1, 1024, fused_router=True, verified=True))
-    return (verify + (window - 1) * draft) / plain
-
-
-def acceptance(window: int, tokens: float) -> float:
-    """The probability with which each drafted token must be right for a mean of ``tokens`` a step; above 1: it cannot be."""
-    if tokens > window:
-        return float("inf")
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        half = (low + high) / 2
-        low, high = (half, high) if sum(half**position for position in range(window)) < tokens else (low, half)
-    return high
-
-
-def windows(shares: Sequence[float]) -> str:
-    """Tokens that a verify step has to yield to pay and, in brackets, with which acceptance of each draft it does."""
-    body = []
-    for preset, window in itertools.product(PRESET_FORMATS, WINDOWS):
-        line = [preset, str(window)]
-        for share in shares:
-            cost = window_cost(preset, window, share)
-            wanted = acceptance(window, cost)
-            line.append(f"{cost:.2f} ({'never' if wanted > 1 else f'{wanted:.0%}'})")
-        body.append(line)
-    return github(body, ["preset", "window", *(f"{share:.0%} shared" for share in shares)])
 
 
 # --- SM120 cards ------------------------------------------------------------------------------------------------------

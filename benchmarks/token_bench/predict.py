@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from emulate import CONTEXTS
+from perfmodel.drafts import DRAFTS, SHORT_HEAD, draft_us
 from perfmodel.gb10 import MIDDLE
+from perfmodel.routing import PROFILE, WINDOW
 from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
@@ -100,10 +102,10 @@ def by_context(model: str, ranks: int, **fused: bool) -> str:
     return github(body, ["context", "KV", *PRESET_FORMATS])
 
 
-def overview(predicted: Sequence[Predicted]) -> str:
-    """One line a step."""
+def overview(predicted: Sequence[tuple[str, Predicted]]) -> str:
+    """One line a step, with its routing."""
     body = []
-    for each in predicted:
+    for routing, each in predicted:
         step = each.step
         what = f"prefill {step.new:,}" if step.prefill else f"{step.context:,}"
         body.append(
@@ -114,6 +116,7 @@ def overview(predicted: Sequence[Predicted]) -> str:
                 step.kv,
                 what,
                 str(step.sequences),
+                routing,
                 f"{each.bytes / 1e9:.2f}",
                 f"{each.floor / 1e3:.1f}",
                 span(each.fast / 1e3, each.slow / 1e3),
@@ -129,6 +132,7 @@ def overview(predicted: Sequence[Predicted]) -> str:
         "KV",
         "context",
         "sequences",
+        "routing",
         "GB",
         "floor ms",
         "predicted ms",
@@ -157,8 +161,9 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *
     return [predict(model, step, ranks, given) for step in steps]
 
 
-def batches(model: str, **fused: bool) -> list[Predicted]:
-    """Several streams and prompts, on one Spark; prompts are vLLM's own forward, with nothing fused.
+def batches(model: str, **fused: bool) -> list[tuple[str, Predicted]]:
+    """Several streams, with uniform routing and by gpt-oss's profile, and prompts, on one Spark; prompts are vLLM's own
+    forward, with nothing fused.
 
     Leaves out prompts with bf16 tokens that cuBLAS multiplies by dequantized weights; these are not modelled.
     """
@@ -171,7 +176,78 @@ def batches(model: str, **fused: bool) -> list[Predicted]:
         for tokens in (TOKENS_BESIDE[weights] if step.prefill else ("bf16",))
     ]
     return [
-        predict(model, step)
+        (name, predict(model, step, given=given))
         for step in wanted
         if step.tokens < GB10.cublas_tokens or step.dense_tokens != "bf16" or step.formats["QKV"] == "bf16"
+        for name, given in ROUTINGS.items()
     ]
+
+
+ROUTINGS = {"uniform": Given(), "gpt-oss": Given(routing=PROFILE)}
+
+
+def streams_by_preset(model: str, **fused: bool) -> str:
+    """Tokens/s of several streams: streams and routing down, presets across."""
+    body = []
+    for count, (name, given) in itertools.product((4, 16, 64), ROUTINGS.items()):
+        steps = [Step(count, 1024, formats=formats, **fused) for formats in PRESET_FORMATS.values()]
+        body.append([str(count), name, *(tokens_per_second(predict(model, step, given=given)) for step in steps)])
+    return github(body, ["streams", "routing", *PRESET_FORMATS])
+
+
+DRAFT_WAYS = {"bf16": ("bf16", 0), "MXFP4": ("mxfp4", 0), f"MXFP4, head of {SHORT_HEAD:,} rows": ("mxfp4", SHORT_HEAD)}
+"""Formats of a draft's matrices and rows of its LM head; bf16 is what vLLM leaves it in."""
+
+
+def yields(drafted: int, accepted: float) -> float:
+    """Tokens of a pass, each drafted one right with a probability of ``accepted`` if those before it are."""
+    return sum(accepted**position for position in range(drafted + 1))
+
+
+def pays_from(drafted: int, passes: float) -> float:
+    """The acceptance from which a pass that takes ``passes`` plain ones is no slower; above 1: never."""
+    if drafted + 1 < passes:
+        return float("inf")
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        half = (low + high) / 2
+        low, high = (half, high) if yields(drafted, half) < passes else (low, half)
+    return high
+
+
+def drafts(model: str, draft: str, drafted: Sequence[int], accepted: Sequence[float]) -> str:
+    """One stream on one Spark, context 1,024: a pass that verifies a window and drafts the next one's tokens.
+
+    Times are ranges; the acceptance that pays and tokens/s are by the middles.
+    """
+    body = []
+    for (preset, formats), way in itertools.product(PRESET_FORMATS.items(), DRAFT_WAYS):
+        plain = 0.0
+        for count in drafted:
+            step = Step(1, 1024, 1 + count, formats=formats, verified=True, fused_router=True, fused_attention=True)
+            done = predict(model, step, given=Given(routing=WINDOW))
+            draft_ends = draft_us(DRAFTS[draft], *DRAFT_WAYS[way])
+            fast, slow = (end + count * each for end, each in zip((done.fast, done.slow), draft_ends, strict=True))
+            middle = (fast + slow) / 2
+            plain = plain or middle_of_plain(model, formats)
+            wanted = pays_from(count, middle / plain)
+            body.append(
+                [
+                    preset,
+                    way if count else "",
+                    str(count),
+                    span(fast / 1e3, slow / 1e3),
+                    f"{middle / plain:.2f}",
+                    "" if not count else "never" if wanted > 1 else f"{wanted:.0%}",
+                    *(f"{1e6 * yields(count, each) / middle:.1f}" for each in accepted),
+                ]
+            )
+    once = [line for position, line in enumerate(body) if line[1] or line not in body[:position]]
+    heads = ["preset", "draft", "drafted", "pass, ms", "plain passes", "pays from"]
+    return github(once, [*heads, *(f"tokens/s at {each:.0%}" for each in accepted)])
+
+
+def middle_of_plain(model: str, formats: Mapping[str, str]) -> float:
+    """Microseconds of a step without a draft, the middle."""
+    done = predict(model, Step(1, 1024, formats=formats, fused_router=True, fused_attention=True))
+    return (done.fast + done.slow) / 2

@@ -107,13 +107,20 @@ def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
     return Batch(inputs, torch.empty(0))
 
 
-def route(layer: Batch, num_tokens: int, seed: int) -> Batch:
-    """The first ``num_tokens`` rows of ``layer`` with random routing of ``seed``."""
+def route(layer: Batch, num_tokens: int, seed: int, log_popularity: torch.Tensor | None = None) -> Batch:
+    """The first ``num_tokens`` rows of ``layer`` with random routing of ``seed``.
+
+    ``log_popularity`` ``[experts]``: logarithms of the weights with which a token's experts are drawn; uniform when omitted.
+    """
     inputs = layer.inputs
     device = inputs.input.device
     top_k = inputs.token_selected_experts.shape[1]
     generator = torch.Generator(device).manual_seed(seed)
     logits = torch.randn(num_tokens, inputs.fc1_weights.shape[0], device=device, generator=generator)
+    if log_popularity is not None:
+        # The largest of log-weights plus Gumbel noise are a draw by the weights, without replacement.
+        noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+        logits = log_popularity.to(device, torch.float32) + noise
     largest, ids = logits.topk(top_k)
     return Batch(
         dataclasses.replace(

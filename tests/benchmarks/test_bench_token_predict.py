@@ -17,7 +17,7 @@ from emulate import CONTEXTS, DECODE, PREFILL
 from perfmodel import moe
 from perfmodel import step as model
 from perfmodel.devices import GB10
-from perfmodel.gb10 import FAST, FIXED_US, LAUNCH_SAVED_US, MIDDLE
+from perfmodel.gb10 import FAST, FIXED_US, LAUNCH_SAVED_US, MIDDLE, SLOW
 from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
@@ -41,6 +41,8 @@ from flashinfer_sm12x_doctor.probe import layer
 from flashinfer_sm12x_doctor.probe.timing import Sample
 
 MODEL = "gpt-oss-120b"
+FAST_BYTES, SLOW_BYTES = 1e3 * FAST.dram_gb_per_second, 1e3 * SLOW.dram_gb_per_second
+"""Bytes of DRAM in a microsecond."""
 
 
 def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
@@ -86,7 +88,7 @@ def test_ranges_are_in_order_and_add_up() -> None:
         model.predict(MODEL, Step(1, context, kv=kv, formats=formats_of(weights)), ranks)
         for context, kv, weights, ranks in itertools.product(CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
     ]
-    for step in contexts + predict.batches(MODEL):
+    for step in contexts + [each for routing, each in predict.batches(MODEL) if routing == "uniform"]:
         parts = {part.name: part for part in parts_of(step.size, step.step)}
         assert [row.part for row in step.rows] == list(parts)
         for row in step.rows:
@@ -102,11 +104,11 @@ def test_ranges_are_in_order_and_add_up() -> None:
 def test_a_small_part_is_its_bytes_and_a_launch() -> None:
     step = step_of("bf16", 8192)
     rows, parts = rows_of(model.predict(MODEL, step)), bytes_of(step)
-    assert rows["norms"].fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
-    assert rows["norms"].slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
-    assert rows["QKV"].fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
+    assert rows["norms"].fast == pytest.approx(parts["norms"] / FAST_BYTES + 73 * FIXED_US["small"][0])
+    assert rows["norms"].slow == pytest.approx(parts["norms"] / SLOW_BYTES + 73 * FIXED_US["small"][1])
+    assert rows["QKV"].fast == pytest.approx(parts["QKV"] / FAST_BYTES + 36 * FIXED_US["gemm"][0])
     attention = rows["attention, full"]
-    assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / 220e3 + 18 * FIXED_US["attention"][1])
+    assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / SLOW_BYTES + 18 * FIXED_US["attention"][1])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_kernel_of_the_forks_takes_several_parts(
     assert {name for name, row in after.items() if row != before[name]} == changed
     assert after[part].by == "fork, virtual SM121"
     bytes_ = bytes_of(step_of("mxfp4", **{fused: True}))[part]
-    assert after[part].slow == pytest.approx(bytes_ / 220e3 + fixed, rel=off)
+    assert after[part].slow == pytest.approx(bytes_ / SLOW_BYTES + fixed, rel=off)
     assert two.middle_rate > one.middle_rate
     if part == "router":
         assert (after["norms"].calls, before["norms"].calls) == (1, 73)
@@ -190,7 +192,9 @@ def test_a_prompt_is_bound_by_arithmetic() -> None:
     cycles = 48 * 2.418e3
     n, k = MODELS[MODEL].matrices["QKV"]
     flops = 2 * 2048 * n * k
-    assert rows["QKV"].slow == pytest.approx(36 * (flops / (512 * 0.7 * cycles) + FIXED_US["gemm"][1]))
+    assert rows["QKV"].slow == pytest.approx(
+        36 * (flops / (SLOW.bf16_flops_per_cycle * 0.7 * cycles) + FIXED_US["gemm"][1])
+    )
     pairs = sum(min(token + 1, 2048) for token in range(2048))
     assert model.flops_of(MODELS[MODEL], step_of("bf16", 2048, new=2048), "attention, full") == 4 * 64 * 64 * pairs
     fast = 4 * 64 * 64 * pairs / (1024 * 0.73 * cycles)
@@ -215,7 +219,7 @@ def test_what_was_not_emulated_is_named() -> None:
 
 def a_line(**named: Any) -> Kernel:
     times = {"megabytes": 23.3, "dram": 100.0, "issue": 1.0, "mma": 1.0, "shared": 1.0}
-    ends = {"fast": 100 * 233 / 236 + 5, "slow": 100 * 233 / 220 + 12, "bound": "dram"}
+    ends = {"fast": 1e5 * 233 / FAST_BYTES + 5, "slow": 1e5 * 233 / SLOW_BYTES + 12, "bound": "dram"}
     about = {"kind": "O", "model": MODEL, "ranks": 1, "tokens": 1, "weights": "mxfp4", "activation": "bf16"}
     return Kernel(**{**times, **ends, **about, **named})
 
@@ -245,7 +249,7 @@ def report(tmp_path: Path) -> Path:
 def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
     given = from_report(report)
     slower = dataclasses.replace(GB10, dram=(210.0, 210.0), bf16=(600.0, 600.0))
-    assert given == Given(slower, pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
+    assert given == Given(slower, pytest.approx((2.2, 3.4)), {1: 290.0, 64: 7000.0})
     rows = rows_of(model.predict(MODEL, step_of("bf16"), given=given))
     assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
     parts = bytes_of(step_of("bf16"))
@@ -420,9 +424,47 @@ def test_tables_hold_what_was_predicted() -> None:
             predict.span(row.fast, row.slow, 0),
         ]
     assert rows["all"][-1] == predict.span(steps[-1].fast, steps[-1].slow, 0)
-    assert len(cells(predict.overview(steps))) == 1 + len(steps)
+    assert len(cells(predict.overview([("uniform", step) for step in steps]))) == 1 + len(steps)
     by_context = {(line[0], line[1]): line for line in cells(predict.by_context(MODEL, 2))}
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
     assert by_context["8,192", "fp8"][-1] == predict.tokens_per_second(one)
     assert by_context["8,192", "bf16"][-1] != predict.tokens_per_second(one)
     assert {line.split(":")[0] for line in model.told()} >= {"DRAM", "attention's cache"}
+
+
+PAGES = Path(bench_token.__file__).parents[1] / "docs"
+OWN = {"fused_router": True, "fused_attention": True}  # the plugin's decode steps
+
+
+def test_performances_tables_of_a_token_are_todays() -> None:
+    """Presets by context, on one GB10 and on two, and several streams by routing."""
+    page = cells((PAGES / "performance.md").read_text(encoding="utf-8"))
+    lines = {line[0]: line[1:] for line in page if line[0].startswith(("1 stream, ", "two GB10s, "))}
+    for name, context, kv, ranks in (
+        ("1 stream, context 1,024", 1024, "bf16", 1),
+        ("1 stream, 32,768, fp8 KV", 32_768, "fp8", 1),
+        ("1 stream, 131,072, fp8 KV", 131_072, "fp8", 1),
+        ("two GB10s, 1 stream, 1,024", 1024, "bf16", 2),
+    ):
+        steps = [Step(1, context, kv=kv, formats=formats, **OWN) for formats in predict.PRESET_FORMATS.values()]
+        assert lines[name] == [predict.tokens_per_second(model.predict(MODEL, step, ranks)) for step in steps], name
+    streams = [line for line in cells(predict.streams_by_preset(MODEL, **OWN)) if line[1] in predict.ROUTINGS]
+    assert len(streams) == 6 and all(line in page for line in streams)
+
+
+@pytest.mark.parametrize("page", ["serving.md", "accuracy.md"])
+def test_other_pages_ranges_are_todays(page: str) -> None:
+    """Each range of tokens/s beside a preset or a format is one of today's."""
+    ends = set()
+    for layers, head in itertools.product((*DENSE_FORMATS, "q8_0"), repeat=2):
+        formats = {"QKV": layers, "O": layers, "LM head": head}
+        for (context, kv), tokens in itertools.product(
+            ((1024, "bf16"), (1024, "fp8"), (32_768, "fp8")), ("bf16", "mxfp8", "mxfp4")
+        ):
+            step = Step(1, context, kv=kv, formats=formats, dense_tokens=tokens, **OWN)  # type: ignore[arg-type]
+            try:
+                ends.add(predict.tokens_per_second(model.predict(MODEL, step)).partition(" (")[0])
+            except ValueError:  # not run so
+                continue
+    found = re.findall(r"\| ([2-8]\d\.\d - [2-9]\d\.\d)(?= \(|\s*\|)", (PAGES / page).read_text(encoding="utf-8"))
+    assert len(found) >= 10 and set(found) <= ends, set(found) - ends

@@ -136,8 +136,8 @@ def test_time_of_a_row_by_hand() -> None:
     assert line.dram == pytest.approx(counts[3] / 233e3)
     assert line.bound == "dram"
     assert line.overhead == pytest.approx(22.0)
-    assert line.fast == pytest.approx(counts[3] / 236e3 + 14)
-    assert line.slow == pytest.approx(counts[3] / 220e3 + 30)
+    assert line.fast == pytest.approx(counts[3] / (1e3 * FAST.dram_gb_per_second) + 14)
+    assert line.slow == pytest.approx(counts[3] / (1e3 * SLOW.dram_gb_per_second) + 30)
     assert line.shares == pytest.approx((line.floor / line.slow, line.floor / line.fast))
 
 
@@ -150,15 +150,15 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
     line = moe.predict(MOE, 2, 1, (tactic, tactic), [busy, busy])
     assert line.bound == "mma"
     assert line.overhead == pytest.approx(22 + 11.7)
-    assert line.fast == pytest.approx(2e12 / (CYCLES * 1024) + 14 + 11.7)
-    assert line.slow == pytest.approx(2e12 / (CYCLES * 512) + 30 + 11.7)
-    assert line.mma == pytest.approx(2e12 / (CYCLES * 768))
+    assert line.fast == pytest.approx(2e12 / (CYCLES * FAST.bf16_flops_per_cycle) + 14 + 11.7)
+    assert line.slow == pytest.approx(2e12 / (CYCLES * SLOW.bf16_flops_per_cycle) + 30 + 11.7)
+    assert line.mma == pytest.approx(2e12 / (CYCLES * MIDDLE.bf16_flops_per_cycle))
 
 
 def test_few_warps_few_blocks_and_bf16_are_slower() -> None:
     counts = Counts(1e6, 1e9, 1e5, 1e6)
     many, few = Launch(counts, 2.5).busy("mxfp8"), Launch(counts, 1.0, 12).busy("bf16")
-    assert few["mma"] == pytest.approx(4 * many["mma"] * 2048 / 768)
+    assert few["mma"] == pytest.approx(4 * many["mma"] * 2048 / MIDDLE.bf16_flops_per_cycle)
     assert few["issue"] == pytest.approx(4 * many["issue"] * 0.6 / 0.42)
     assert few["shared"] == pytest.approx(4 * many["shared"])
     assert few["dram"] == many["dram"]
@@ -258,7 +258,7 @@ def test_a_stream_of_two_passes_waits_for_dram_in_the_first() -> None:
     assert second.counts.values() == pytest.approx((4e6, 1.5e9, 1e5, 0))
     issue = 4e6 / (CYCLES * 4 * 0.6)
     fast = dense.times_of(row, OUT, [first, second])["fast"]
-    assert fast == pytest.approx(6.5e6 / 236e3 + issue + FIXED_US["dense"][0])
+    assert fast == pytest.approx(6.5e6 / (1e3 * FAST.dram_gb_per_second) + issue + FIXED_US["dense"][0])
     head = MODELS[MODEL].matrices["LM head"]
     *_, third = dense.launches_of(BY_NAME["dense_mxfp4_m8_w2"], head, 17, seen)
     assert third.counts.bytes == head[0] * (2880 // 2 + 92)
