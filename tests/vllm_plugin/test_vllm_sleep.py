@@ -11,13 +11,19 @@ import dataclasses
 from typing import Any
 
 import experts_doors as doors
+import experts_reference
 import pytest
 import served
 import torch
 from test_vllm_models import TOKENS, serve
 
 POISON = 119
-OPTIONS = {"activation": "swigluoai_uninterleave", "swiglu_limit": 2.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+OPTIONS: dict[str, Any] = {
+    "activation": "swigluoai_uninterleave",
+    "swiglu_limit": 2.0,
+    "swiglu_alpha": 1.702,
+    "swiglu_beta": 1.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +119,22 @@ def loaded(door: str, config: Any, given: Any) -> Any:
     return layer
 
 
-def sleep_reload_and_replay(door: str, config: Any, graph: Graph) -> None:
+def reference(door: str, given: Any, hidden: torch.Tensor, logits: torch.Tensor, moe: str) -> torch.Tensor:
+    """float32, of the weights that were loaded last: a graph and the layer may be wrong alike."""
+    chances, ids = logits.float().softmax(-1).topk(doors.TOP_K)
+    rounded = doors.rounding(moe)
+
+    def activate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return experts_reference.swiglu(
+            gate, up, OPTIONS["swiglu_alpha"], OPTIONS["swiglu_beta"], OPTIONS["swiglu_limit"]
+        )
+
+    chances = chances / chances.sum(-1, keepdim=True)
+    matrices = doors.matrices(door, given)
+    return experts_reference.mixture(rounded(hidden.float()), chances, ids, matrices, activate, rounded)
+
+
+def sleep_reload_and_replay(door: str, config: Any, graph: Graph, moe: str = "auto") -> None:
     first, second = doors.weights(door, 51), doors.weights(door, 52)
     hidden, logits = doors.random_tokens(53, 5)
     layer = loaded(door, config, first)
@@ -129,8 +150,10 @@ def sleep_reload_and_replay(door: str, config: Any, graph: Graph) -> None:
             reload(layer, config, door, given)
             poison(graph.read(), but=held(layer))  # what nothing holds is another's memory by now
         now, replayed = doors.run(layer, config, hidden, logits), graph.replay()
-        print(f"level {level}: {doors_distance(replayed[0].float(), now):.4f}")
+        right = reference(door, given or first, hidden, logits, moe)
+        print(f"level {level}: {distance(now, right):.4f}, of the graph {distance(replayed[0].float(), right):.4f}")
         assert torch.equal(replayed[0].float(), now), level
+        assert distance(now, right) < 2.0**-8, level  # bfloat16's rounding of the output
         assert torch.equal(now, before) is (given is not second), level
     kernel = doors.routed_experts(layer).quant_method.moe_kernel
     storages = {tensor.untyped_storage().data_ptr() for tensor in held(layer)}
@@ -139,7 +162,7 @@ def sleep_reload_and_replay(door: str, config: Any, graph: Graph) -> None:
         assert tensor is None or tensor.untyped_storage().data_ptr() in storages, name
 
 
-def doors_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
@@ -147,7 +170,7 @@ def doors_distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_a_graph_is_right_after_sleep_and_weights_loaded_anew(checkpoint_folder, graph, door, moe):
     config = serve(checkpoint_folder, {"moe": moe})
     with served.parallel_groups(config):
-        sleep_reload_and_replay(door, config, graph)
+        sleep_reload_and_replay(door, config, graph, moe)
 
 
 @pytest.mark.parametrize(
