@@ -291,9 +291,10 @@ def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
     if source.packed:
         return _gpt_oss(folder, dtype, device)
     with contextlib.nullcontext(folder) if more else _as_vllm_reads(folder) as folder:
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, output_loading_info=True, **more
         )
+    model, told = loaded
     # transformers fills what is missing with random numbers.
     if lacking := sorted(told["missing_keys"]):
         raise ModelError(

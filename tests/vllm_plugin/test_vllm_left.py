@@ -399,6 +399,7 @@ def test_experts_of_other_models_are_vllms_where_their_selection_fails(
 
     monkeypatch.setattr(ours, "reason_against", fails)
     monkeypatch.setattr(ours.moe if module == "nvfp4" else ours, "with_adapters_that_matter", lambda moe: moe)
+    monkeypatch.setattr(settings, "current", lambda: None)
     arguments = ("config",) if module == "moe" else ("config", "weights", "activations")
     with caplog.at_level("WARNING", logger="vllm.flashinfer_sm12x"):
         assert ours.ours_first(lambda *given, **named: (given, named))(*arguments) is not None
