@@ -29,12 +29,12 @@ ROUNDED = {"quantize_bf16": "mxfp8", "quantize_f16": "mxfp8", "bf16_to_mxfp4": "
 """Tokens that a dense layer's call rounds, and to what."""
 
 
-def beyond(dtype: torch.dtype, num_tokens: int, seed: int) -> Iterator[dict[int, float]]:
+def beyond(dtype: torch.dtype, num_tokens: int, generator: torch.Generator) -> Iterator[dict[int, float]]:
     """For each of some calls, values by the token that has them: infinity and, of bfloat16, the largest finite number."""
     values = [-math.inf, math.inf] + (
         [torch.finfo(dtype).max, torch.finfo(dtype).min] if dtype is torch.bfloat16 else []
     )
-    order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(num_tokens, generator=generator).tolist()
     for first in range(0, len(values), num_tokens):
         yield dict(zip(order, values[first:], strict=False))
 
@@ -54,7 +54,7 @@ def check_dense(
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = make_dense_inputs(case, seed).arguments[0].dtype
-    for values in beyond(dtype, num_tokens, seed):
+    for values in beyond(dtype, num_tokens, generator):
         inputs = make_dense_inputs(case, seed)
         weight, linear = WEIGHTS[weights].quantize(2.0**-4 * torch.randn(n, k, generator=generator))
         weight[: n // 2].zero_()
@@ -87,7 +87,8 @@ def check_moe(
     case = dataclasses.replace(case, input_dtype=dtype)
     seed = int(torch.randint(2**31, ()))
     print("seed", seed)
-    for values in beyond(dtype, num_tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for values in beyond(dtype, num_tokens, generator):
         inputs = make_moe_inputs(case, seed)
         for token, value in values.items():
             inputs.input[token, 5], inputs.input[token, 150] = value, -value

@@ -33,6 +33,7 @@ def test_a_dense_layer(device: VirtualDevice, name: str, tokens: str) -> None:
         return dense_block_scaled(*inputs.arguments, **inputs.named, tactic=name)
 
     check_dense(layer, "mxfp4", tokens, 9, TENSOR_CORE, CPU)
+    assert ("dense_layer_kernel" if name.endswith("w2") else "grouped_gemm_kernel") in device.launches[-1].kernel
 
 
 @pytest.mark.parametrize("name", ["stream_mxfp8_as_bf16_m8", "mxfp8_m8_k128"])
