@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -103,9 +104,10 @@ def check_moe(
         # Of FC1 with weights below 1/8 the sums are float32 numbers, but activations may be infinite.
         large = dataclasses.replace(inputs, fc1_scales=(fc1_scales - 3).clamp(1).byte())
         for name in ("fc1_weights", "fc2_weights"):
-            out = layer(on(device, dataclasses.replace(large, **{name: torch.zeros_like(getattr(large, name))})))
-            zeros = torch.zeros(num_tokens, hidden, dtype=out.dtype)
-            assert torch.equal(out.cpu(), zeros), f"{values} of {num_tokens} tokens, {name}"
+            zeros: dict[str, Any] = {name: torch.zeros_like(getattr(large, name))}
+            out = layer(on(device, dataclasses.replace(large, **zeros)))
+            expected = torch.zeros(num_tokens, hidden, dtype=out.dtype)
+            assert torch.equal(out.cpu(), expected), f"{values} of {num_tokens} tokens, {name}"
 
 
 def check_infinite_activations(
@@ -137,4 +139,5 @@ def check_infinite_activations(
 def on(device: torch.device, inputs: MoEInputs) -> MoEInputs:
     """The tensors of a call on a device."""
     tensors = {name: each for name, each in vars(inputs).items() if isinstance(each, torch.Tensor)}
-    return dataclasses.replace(inputs, **{name: each.to(device) for name, each in tensors.items()})
+    moved: dict[str, Any] = {name: each.to(device) for name, each in tensors.items()}
+    return dataclasses.replace(inputs, **moved)
