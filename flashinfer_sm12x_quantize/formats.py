@@ -54,13 +54,8 @@ def _q8_0(rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(quants.dequantize(packed, GGMLQuantizationType.Q8_0)).view(rows.shape)
 
 
-def _mxfp8(rows: torch.Tensor) -> torch.Tensor:
-    return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(rows))
-
-
 def _mxfp4(rows: torch.Tensor) -> torch.Tensor:
-    packed, scales = mx_cpu.quantize_mxfp4_linear(rows)
-    return mx_cpu.dequantize_mxfp4_linear(packed.flatten(0, -2), scales.flatten(0, -2)).view(rows.shape)
+    return mx_cpu.round_to_mxfp4(rows.flatten(0, -2)).view(rows.shape)
 
 
 BF16, Q8_0 = "bf16", "q8_0"
@@ -79,7 +74,11 @@ OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """The formats that the plugin quantizes to."""
 
-TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4, Q8_0: _q8_0}
+TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mxfp8": mx_cpu.round_to_mxfp8,
+    "mxfp4": _mxfp4,
+    Q8_0: _q8_0,
+}
 """Formats to which a layer can round its tokens, with the rounding of the kernels that do so."""
 
 

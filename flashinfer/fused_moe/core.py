@@ -207,8 +207,8 @@ def cutlass_fused_moe(
         W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign
         bits are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is
         NaN.  An expert that has weights beyond float32 (4 with a scale byte of 253 or more) makes what they reach
-        infinite, NaN or anything, by the backend, and nothing else.  So does a token that W4A8 rounds to beyond float32,
-        as an infinite one is, with its own outputs.
+        infinite, NaN or anything, by the backend, and nothing else.  Where W4A8 rounds, tokens and FC1's activations, an
+        infinite value counts as 448 x 2^119, the largest of MXFP8 in float32.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and
         ``[E, H]`` (before the routing weight).

@@ -15,7 +15,7 @@ import torch
 from ..quantization.block_scaled import LAYOUTS
 from ..quantization.mx_cpu import (
     dequantize_mxfp8_linear,
-    quantize_mxfp8_linear,
+    round_to_mxfp8,
     unswizzle_128x4,
 )
 from ..sm12x.checks import BLOCK_SIZE
@@ -33,7 +33,7 @@ def _activations(
     if problem.mode is Mode.W4A16:
         return input.float()
     if problem.mode is Mode.HALF_INPUT:
-        return dequantize_mxfp8_linear(*quantize_mxfp8_linear(input))
+        return round_to_mxfp8(input)
     assert input_sf is not None
     blocks = problem.hidden // BLOCK_SIZE
     if swizzled:
@@ -105,7 +105,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:
-            activation = dequantize_mxfp8_linear(*quantize_mxfp8_linear(activation))
+            activation = round_to_mxfp8(activation)
         result = _gemm(activation, problem.weights, fc2[expert], fc2_scales[expert])
         if fc2_global is not None:
             result *= fc2_global[expert]

@@ -227,12 +227,12 @@ def dense_block_scaled(
         ``"bf16"``: x is multiplied unrounded (W4A16, W8A16). ``"mxfp8"``: the call first rounds x to MXFP8 (W4A8,
         W8A8); no gain with nvfp4 and mxint8 weights, which SM12x's block-scaled MMA does not take. ``"mxfp4"``, with
         MXFP4 weights only: the call rounds x to MXFP4 (W4A4) by the rule of ``mxfp4_quantize``, by which a block with a
-        NaN becomes NaN; SM12x's MMA then has twice the rate. Ignored when ``x_scale`` is given. A rounded token beyond
-        float32, as an infinite one is, makes its own outputs infinite, NaN or right, depending on the backend and the
-        number of tokens.
+        NaN becomes NaN; SM12x's MMA then has twice the rate. Ignored when ``x_scale`` is given. Rounding saturates
+        within float32: an infinite element counts as 448 x 2^119 (MXFP8) or 6 x 2^125 (MXFP4).
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
-        multiple of 4 bytes, unless they are linear and k is no multiple of 128.
+        multiple of 4 bytes, unless they are linear and k is no multiple of 128. An element beyond float32, as
+        ``mxfp8_quantize`` makes of infinity, spoils its row's outputs as such a weight does its column's.
     swizzled_x_scale : bool
         True: ``x_scale`` has the 128x4 layout; False: it is linear.
     alpha : torch.Tensor, optional

@@ -260,9 +260,9 @@ def _token_values(call: DenseCall, token_format: int) -> torch.Tensor:
     if token_format == BF16:
         return x.float()
     if token_format in (QUANTIZE_BF16, QUANTIZE_F16):
-        return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(x))
+        return mx_cpu.round_to_mxfp8(x)
     if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
-        return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(x))
+        return mx_cpu.round_to_mxfp4(x)
     assert x_scale is not None
     if token_format == MXFP8_LINEAR:
         return mx_cpu.dequantize_mxfp8_linear(x, x_scale.view(torch.uint8).reshape(x.shape[0], blocks))

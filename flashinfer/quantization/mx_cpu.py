@@ -32,6 +32,7 @@ ScaleRule = Literal["amax", "mse"]
 SCALE_RULES: tuple[str, ...] = get_args(ScaleRule)
 CPU_LAYOUTS = (SfLayout.layout_128x4, SfLayout.layout_linear)
 _MANTISSA_BITS = 23
+_MXFP8_LARGEST, _MXFP4_LARGEST = 448.0 * 2.0**119, 6.0 * 2.0**125
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -187,6 +188,20 @@ def _pack_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     """Blocks ``[..., blocks, size]`` as bytes ``[..., K / 2]``, the even element in the low nibble."""
     codes = (_e2m1_magnitudes(scaled) | _signs(scaled, 3)).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def round_to_mxfp8(values: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` floats as a layer's call rounds them to MXFP8, in float32.
+
+    What exceeds 448 x 2^119, MXFP8's largest number that float32 and bfloat16 hold, becomes that: infinity too, to which
+    :func:`quantize_mxfp8_linear` gives a scale of 2^127. NaN stays.
+    """
+    return dequantize_mxfp8_linear(*quantize_mxfp8_linear(values.float().clamp(-_MXFP8_LARGEST, _MXFP8_LARGEST)))
+
+
+def round_to_mxfp4(values: torch.Tensor) -> torch.Tensor:
+    """``[rows, K]`` floats as a layer's call rounds them to MXFP4, in float32: what exceeds 6 x 2^125 becomes that."""
+    return dequantize_mxfp4_linear(*quantize_mxfp4_linear(values.float().clamp(-_MXFP4_LARGEST, _MXFP4_LARGEST)))
 
 
 def quantize_mxint8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:

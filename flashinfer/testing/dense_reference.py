@@ -83,9 +83,9 @@ class DenseInputs:
         if self.tokens == "bf16":
             return Operand.of_bf16(x)
         if self.tokens.startswith("quantize_"):
-            return Operand.of_mxfp8(*quantize_mxfp8(x.float()))
+            return Operand.of_mxfp8(*quantize_mxfp8(x.float(), saturates=True))
         if self.tokens.endswith("_to_mxfp4"):
-            return Operand.of_mxfp4(*quantize_mxfp4(x.float()))
+            return Operand.of_mxfp4(*quantize_mxfp4(x.float(), saturates=True))
         assert scales is not None
         blocks = x.shape[1] // (BLOCK // 2 if self.tokens == "mxfp4" else BLOCK)
         linear = scales if self.tokens == "mxfp8_linear" else unswizzle_scales(scales, len(x), blocks)
@@ -204,8 +204,8 @@ def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_COR
     if inputs.named.get("residual") is not None:
         result = result + inputs.named["residual"].double()
         bound = bound + FLOAT32_ROUNDOFF * (result.abs() + bound)
-    # Beyond float32, as infinity is that was rounded to MXFP8 or MXFP4, a value is infinite there: what it gives with a weight of
-    # zero, and an infinite alpha with an error of zero, the contract does not fix.
+    # Beyond float32, as infinity is that the caller rounded to MXFP8 or MXFP4, a value is infinite there: what it gives with a
+    # weight of zero, and an infinite alpha with an error of zero, the contract does not fix.
     free = torch.isnan(bound) & ~torch.isnan(result) | _overflows(x.values).unsqueeze(1) | _overflows(w.values)
     return result, torch.where(free, torch.inf, bound)
 

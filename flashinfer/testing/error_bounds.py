@@ -292,12 +292,12 @@ def relu2(up: torch.Tensor, up_error: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
-    """MXFP8 of ``values``, and how far the values of anything within ``error`` can lie from its own."""
+    """MXFP8 of ``values``, saturated as inside a call, and how far the values of anything within ``error`` can lie from its
+    own."""
     k = values.shape[-1]
     low = block_amax((values.abs() - error).clamp(min=0))
     high = block_amax(values.abs() + error)
-    exact = scale_exponents(block_amax(values), E4M3_MAX)
-    first, last = scale_exponents(low, E4M3_MAX), scale_exponents(high, E4M3_MAX)
+    exact, first, last = (scale_exponents(amax, E4M3_MAX, True) for amax in (block_amax(values), low, high))
 
     def quantize(v: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
         scales = power_of_two(exponents).repeat_interleave(BLOCK, dim=-1)[..., :k]

@@ -114,7 +114,7 @@ def _activations(inputs: MoEInputs) -> Operand:
     if inputs.w4a16:
         return Operand.of_bf16(inputs.input)
     if inputs.input.dtype != torch.float8_e4m3fn:
-        return Operand.of_mxfp8(*quantize_mxfp8(inputs.input))
+        return Operand.of_mxfp8(*quantize_mxfp8(inputs.input, saturates=True))
     assert inputs.input_sf is not None
     if inputs.swizzled_input_sf:
         flat = inputs.input_sf.view(torch.uint8).flatten()

@@ -9,6 +9,7 @@ with an E4M3 scale, whose sign is not read, for 16 elements.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,17 +139,19 @@ def dequantize_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     return (blocks * decode_nvfp4_scales(scales).unsqueeze(-1)).flatten(-2)
 
 
-def scale_exponents(amax: torch.Tensor, element_max: float) -> torch.Tensor:
+def scale_exponents(amax: torch.Tensor, element_max: float, saturates: bool = False) -> torch.Tensor:
     """Exponents of the scales for blocks of largest magnitude ``amax``: ``amax / element_max`` up to a power of two.
 
-    Clamped to what UE8M0 holds, [-127, 127]; ``amax = 0`` gives -127, infinity 127.
+    Clamped to what UE8M0 holds, [-127, 127]; ``amax = 0`` gives -127, infinity 127. Where it ``saturates``, as rounding
+    inside a call does, the largest is that with which ``element_max`` is a float32, and infinity gives that.
     """
+    largest = 128 - math.frexp(element_max)[1] if saturates else 127
     fraction, exponent = torch.frexp(amax.double() / element_max)
     # frexp gives [0.5, 1) * 2^exponent, and 0.5 * 2^exponent is itself a power of two.  Dividing by 448 or 6 rounds,
     # but never across a power of two: float64 has room for amax of any smaller format.
-    rounded_up = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    rounded_up = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-127, largest)
     rounded_up = torch.where(amax == 0, -127, rounded_up)
-    return torch.where(torch.isinf(amax), 127, rounded_up)
+    return torch.where(torch.isinf(amax), largest, rounded_up)
 
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -207,8 +210,8 @@ def quantize_nvfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), found
 
 
-def _scales_of(values: torch.Tensor, element_max: float) -> torch.Tensor:
-    return (scale_exponents(block_amax(values.double()), element_max) + SCALE_BIAS).to(torch.uint8)
+def _scales_of(values: torch.Tensor, element_max: float, saturates: bool = False) -> torch.Tensor:
+    return (scale_exponents(block_amax(values.double()), element_max, saturates) + SCALE_BIAS).to(torch.uint8)
 
 
 def _nan_scales(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -226,25 +229,26 @@ def _nearest_codes(scaled: torch.Tensor, magnitudes: tuple[float, ...]) -> torch
     return torch.where(torch.isnan(scaled), 0, even_first[distance[..., even_first].argmin(-1)])
 
 
-def quantize_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp8(values: torch.Tensor, saturates: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Float ``[..., K]`` to (e4m3 ``[..., K]``, linear UE8M0 ``[..., ceil(K / 32)]``).
 
     The scale is ``amax / 448`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to
-    nearest even and saturated, so infinity becomes 448; NaN stays NaN and does not take part in ``amax``.
+    nearest even and saturated, so infinity becomes 448; NaN stays NaN and does not take part in ``amax``. ``saturates``:
+    as inside a call, where no scale is above 2^119, so that every number is a float32.
     """
-    exponents = scale_exponents(block_amax(values.double()), E4M3_MAX)
-    scales = (exponents + SCALE_BIAS).to(torch.uint8)
+    scales = _scales_of(values, E4M3_MAX, saturates)
     scaled = values.double() / _per_element(scales, values.shape[-1])
     return round_to_e4m3(scaled).float().to(torch.float8_e4m3fn), scales
 
 
-def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(values: torch.Tensor, saturates: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Float ``[..., K]``, K even, to (packed e2m1 bytes ``[..., K / 2]``, linear UE8M0 ``[..., ceil(K / 32)]``).
 
     The scale is ``amax / 6`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to nearest
-    even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale.
+    even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale. ``saturates``:
+    as inside a call, where no scale is above 2^125, so that every number is a float32.
     """
-    scales = _scales_of(values, E2M1_MAX)
+    scales = _scales_of(values, E2M1_MAX, saturates)
     scaled = values.double() / _per_element(scales, values.shape[-1])
     codes = _nearest_codes(scaled, E2M1_VALUES) + 8 * (torch.signbit(scaled) & ~torch.isnan(scaled))
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), _nan_scales(scales, values)

@@ -318,16 +318,36 @@ def test_quantizers_take_any_strides_and_a_layouts_number(quantize, name: str) -
             assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(found, expected, strict=True))
 
 
-def test_where_rounded_tokens_leave_float32() -> None:
-    """The numbers of docs/kernels.md: what is infinite once it is rounded, and the bfloat16 below it."""
-    for quantize, dequantize, first in (
-        (mx_cpu.quantize_mxfp8_linear, dequantize_mxfp8_linear, 1.9375),
-        (mx_cpu.quantize_mxfp4_linear, dequantize_mxfp4_linear, 1.75),
-    ):
-        for sign in (1.0, -1.0):
-            x = torch.zeros(3, 32, dtype=torch.bfloat16)
-            x[0, 0], x[1, 0], x[2, 0] = sign * first * 2.0**127, sign * (first - 2.0**-7) * 2.0**127, sign * torch.inf
-            rounded = dequantize(*quantize(x))
-            assert rounded[0, 0] == rounded[2, 0] == sign * torch.inf
-            assert rounded[1, 0].isfinite()
-            assert not rounded[:, 1:].any()
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("round_to", "quantize", "dequantize", "largest"),
+    [
+        (mx_cpu.round_to_mxfp8, quantize_mxfp8, dequantize_mxfp8, 448 * 2.0**119),
+        (mx_cpu.round_to_mxfp4, quantize_mxfp4, dequantize_mxfp4, 6 * 2.0**125),
+    ],
+    ids=["mxfp8", "mxfp4"],
+)
+def test_rounding_inside_a_call_saturates_within_float32(
+    dtype: torch.dtype, round_to, quantize, dequantize, largest: float
+) -> None:
+    """It equals the reference's, and that of public quantizers in blocks without anything larger."""
+    wide = _every_value(torch.bfloat16 if dtype is torch.float32 else dtype, 12).to(dtype)
+    for values in (_wide_range(dtype, 11), wide):
+        rounded = round_to(values).double()
+        torch.testing.assert_close(
+            rounded, dequantize(*quantize(values, saturates=True)), rtol=0, atol=0, equal_nan=True
+        )
+        assert not rounded.isinf().any()
+        public = dequantize(*quantize(values))
+        larger = (values.double().abs() > largest).unflatten(-1, (-1, 32)).any(-1).repeat_interleave(32, -1)
+        torch.testing.assert_close(rounded[~larger], public[~larger], rtol=0, atol=0, equal_nan=True)
+    assert larger.any() and not larger.all()
+    if dtype is not torch.bfloat16:
+        return
+    x = torch.zeros(6, 32, dtype=dtype)
+    x[:, 0] = torch.tensor([torch.inf, -torch.inf, 2.0**127, largest, 255 * 2.0**120, -255 * 2.0**120])
+    x[0, 1], x[1, 1] = 1.0, largest  # beside infinity
+    rounded = round_to(x)
+    assert rounded[:, 0].tolist() == [largest, -largest, 2.0**127, largest, largest, -largest]
+    assert rounded[:2, 1].tolist() == [0.0, largest]
+    assert torch.equal(rounded, rounded.bfloat16().float())

@@ -124,6 +124,16 @@ def test_requantization_interval_holds_every_outcome(relative: float) -> None:
         assert (radius[20:] == 0).double().mean() > 0.99, "nearly all elements cannot flip"
 
 
+def test_requantization_saturates_within_float32() -> None:
+    values = torch.zeros(3, 64, dtype=torch.float64)
+    values[:, 0] = torch.tensor([math.inf, -(2.0**200), 1.9 * 2.0**127])
+    values[:, 1] = 2.0**120
+    rounded, radius = requantize_mxfp8(values, values.abs().nan_to_num(posinf=0.0) * 2.0**-20)
+    assert rounded.values[:, 0].tolist() == [448 * 2.0**119, -448 * 2.0**119, 448 * 2.0**119]
+    assert (rounded.values[:, 1] == 2.0**120).all()
+    assert not radius.any()
+
+
 def test_bfloat16_interval_holds_every_outcome() -> None:
     generator = _rng(8)
     values = torch.randn(4, 1000, generator=generator, dtype=torch.float64)

@@ -79,6 +79,13 @@ def test_scale_is_the_smallest_that_saturates_nothing(amax: float, element_max: 
 def test_scale_of_zero_and_infinity() -> None:
     exponents = scale_exponents(torch.tensor([0.0, math.inf], dtype=torch.float64), 448.0)
     assert exponents.tolist() == [-127, 127]
+    for element_max, largest in ((448.0, 119), (6.0, 125)):  # with the next scale it is no float32
+        amax = torch.tensor(
+            [0.0, 2.0**126, element_max * 2.0**largest, 2.0**128, 2.0**300, math.inf], dtype=torch.float64
+        )
+        exponents = scale_exponents(amax, element_max, saturates=True)
+        assert exponents.tolist() == [-127, largest - 1, *[largest] * 4]
+        assert element_max * 2.0**largest <= torch.finfo(torch.float32).max < element_max * 2.0 ** (largest + 1)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +122,8 @@ def test_special_values() -> None:
     packed, scales = quantize_mxfp4(values)
     assert scales.flatten().tolist() == [0, 254, 254, 255, 255]
     assert packed[1].tolist() == [0, 0x70, *[0] * 14]
+    assert quantize_mxfp8(values, saturates=True)[1].flatten().tolist() == [0, 246, 246, 119, 0]
+    assert quantize_mxfp4(values, saturates=True)[1].flatten().tolist() == [0, 252, 252, 255, 255]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (5, 90), (129, 5), (300, 23)])

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // bf16, fp16 or float32 to MXFP8 or MXFP4: e4m3 or e2m1 values and one UE8M0 scale per 32 elements of a row, in the
-// formats of OCP MX v1.0. The scale is amax / 448 or / 6, rounded up to a power of two, so that no value saturates. In
-// quantize_eight four lanes share a block, eight elements (16 bytes) each.
+// formats of OCP MX v1.0. The scale is amax / 448 or / 6, rounded up to a power of two, so that values saturate only
+// where float32 ends (block_scale). In quantize_eight four lanes share a block, eight elements (16 bytes) each.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,17 +43,21 @@ __device__ __forceinline__ uint4 pack_eight_bf16(const float (&x)[8]) {
 // UE8M0 scale of a block whose largest magnitude is `amax`: amax over the format's largest value, 2^kExponent times the
 // significand with those mantissa bits, rounded up to a power of two. So the exponent is that of amax less kExponent,
 // one more where the significand is larger.
+//
+// At most 254 - kExponent: with a larger one the largest element exceeds bfloat16 and float32, and would be infinite
+// where rows are expanded and a number where an MMA takes the scale. So infinity counts as 448 x 2^119 in MXFP8, as
+// 6 x 2^125 in MXFP4. (Upstream's quantizers give it 254.)
 template <int kExponent, uint32_t kMantissa>
 __device__ __forceinline__ uint32_t block_scale(float amax) {
   const uint32_t bits = __float_as_uint(amax);
-  if (bits >= 0x7F800000u) return bits > 0x7F800000u ? 255u : 254u;
+  if (bits > 0x7F800000u) return kNanScale;
   const int scale = static_cast<int>(bits >> 23) - kExponent + ((bits & 0x7FFFFFu) > kMantissa ? 1 : 0);
-  return static_cast<uint32_t>(max(scale, 0));
+  return static_cast<uint32_t>(min(max(scale, 0), 254 - kExponent));
 }
 
 // 2^(127 - scale), the factor of values before they are rounded. A scale of 255 only comes with NaN.
 __device__ __forceinline__ float inverse_scale(uint32_t scale) {
-  return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
+  return __uint_as_float((254u - scale) << 23);
 }
 
 // Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of

@@ -6,6 +6,7 @@ Values are exact: e2m1, e4m3, e5m2 and UE8M0 all fit float64, and so do their pr
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
