@@ -294,6 +294,20 @@ def test_a_call_launches_what_its_form_and_way_say(way: Way, kind: Kind, module:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_no_way_is_remembered_for_the_next_call(kind: Kind, module: RecordingModule, tuned: Any) -> None:
+    """One device, each way behind another, in one order and back."""
+    for way, form in itertools.product((*WAYS.values(), *reversed(WAYS.values())), (FORMS[0], FORMS[18], FORMS[75])):
+        wanted = expected(kind, form, way)
+        if wanted.refused:
+            continue
+        module.few_sms = way.few_sms
+        tuned(kind.tuned(way))
+        given = arguments(kind, form, **kind.forced(way))
+        result = moe_step(**given)
+        check_launch(module.launches[-1], given, result, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("few_sms", [False, True])
 def test_what_the_tuner_times_has_ids_whatever_the_calls_form(
     few_sms: bool, kind: Kind, module: RecordingModule, tuned: Any

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -257,10 +258,11 @@ def tensors(tokens: int, n: int = 160, k: int = 64, weights: str = "mxfp4") -> t
 
 def test_a_norm_is_one_launch_up_to_eight_tokens(recorded: DenseModule) -> None:
     for weights in WEIGHT_FORMATS:
-        for tokens in (1, 7, 8, 9):
+        # Nine tokens are a tile of 16; of a longer K they are two of the tiles that norm.
+        for k, tokens in itertools.product((64, 4096), (1, 7, 8, 9)):
             recorded.launched.clear()
-            x, weight, scale = tensors(tokens, weights=weights)
-            rmsnorm_dense_block_scaled(x, torch.ones(64).bfloat16(), weight, scale, weight_format=weights)
+            x, weight, scale = tensors(tokens, 8, k, weights)
+            rmsnorm_dense_block_scaled(x, torch.ones(k).bfloat16(), weight, scale, weight_format=weights)
             ((name, _),) = recorded.launched
             assert name == ("sm12x_dense_normed_run" if tokens <= 8 else "sm12x_dense_run")
         for k, most in ((4608, 8), (4640, 0)):
