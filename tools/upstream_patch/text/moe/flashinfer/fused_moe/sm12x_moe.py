@@ -25,6 +25,7 @@ from .sm12x_moe_checks import (
     MoEProblem,
     describe,
     padded_scales,
+    require_activation_bytes,
     require_int,
     require_k_alignment,
     require_output_dtype,
