@@ -152,7 +152,7 @@ for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/pac
         self.vllm()
         for name in ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize"):
             (self.tree / name).symlink_to(REPO / name)
-        for name in ("__init__.py", "settings.py", "devices.py"):
+        for name in ("__init__.py", "settings.py", "devices.py", "fallback.py"):
             shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
         for name in ("config", "moe", "nvfp4", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
