@@ -553,7 +553,6 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     activations.
     """
 
-    @functools.wraps(select)
     def selected(moe: Any, activation_key: Any = None) -> Any:
         with fallback.leaving(contacts.MODULES["experts"][1]):
             note_built()

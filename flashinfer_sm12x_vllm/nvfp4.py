@@ -10,7 +10,6 @@ upstream's CUTLASS kernels would round activations to NVFP4.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -96,7 +95,6 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this fork
     serves the layer."""
 
-    @functools.wraps(select)
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
         with fallback.leaving(contacts.MODULES["nvfp4"][1]):
             reason = reason_against(moe.with_adapters_that_matter(config), activation_key)

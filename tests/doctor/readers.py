@@ -21,7 +21,7 @@ from flashinfer.compilation_context import parse_arch_list
 from flashinfer.sm12x import variables
 from flashinfer_sm12x_doctor.asking import FOLDER
 
-UVS_OPTIONS = {"install": {"--force-reinstall", "--no-deps"}, "uninstall": set()}
+UVS_OPTIONS = {"install": {"-e", "--force-reinstall", "--no-deps"}, "uninstall": set()}
 """Those of pip's that uv 0.13 takes under the same name; its ``uninstall`` asks nothing and has no ``--yes``."""
 
 NVIDIA_SMI_DISPLAYS = (

@@ -80,7 +80,7 @@ def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.Monk
     shown = _invoke("sm12x-build")
     assert shown.exit_code == 0, shown.output
     line = shown.output.splitlines()[-1]
-    assert line.startswith("small: 1 of 1 sources compiled, ")
+    assert line.startswith("small: 1 of 1 source compiled, ")
     assert line.endswith(f" s: {link.resolve()}")
     assert link.is_file()
     assert "small: was up to date, " in _invoke("sm12x-build").output

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from whole_manifest import whole_manifest
 
 from flashinfer_sm12x_vllm import settings
 from flashinfer_sm12x_vllm.settings import Choice, Settings
@@ -204,7 +205,7 @@ def test_a_bad_value_ends_the_start_and_all_else_that_fails_does_not(monkeypatch
 def folder_of(path: Path, **formats: str) -> str:
     """A folder as far as settings read it: its manifest."""
     path.mkdir()
-    settings.manifest.Manifest(formats, {}).write(path / settings.manifest.MANIFEST)
+    whole_manifest(settings.manifest, formats).write(path / settings.manifest.MANIFEST)
     return str(path)
 
 

@@ -24,6 +24,7 @@ import reference_attention
 import served
 import torch
 from documents import serve_commands
+from whole_manifest import whole_manifest
 
 from flashinfer.sm12x.host_memory import SHARE
 
@@ -417,7 +418,7 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(
         words = [word.replace("DRAFT", str(tmp_path / "draft")) for word in words]
     if any('"dense"' in word for word in words):  # a folder of another model's layers, whose names are not looked at
         (tmp_path / "f").mkdir()
-        folder = manifest.Manifest(dict.fromkeys(manifest.KINDS, "mxfp6"), {})
+        folder = whole_manifest(manifest, dict.fromkeys(manifest.KINDS, "mxfp6"))
         folder.write(tmp_path / "f" / manifest.MANIFEST)
         monkeypatch.setattr(dense_folder, "require", lambda *_: None)
         words = [word.replace("~/gpt-oss-120b-mxfp6", str(tmp_path / "f")) for word in words]
