@@ -47,7 +47,7 @@ def build(project: Project) -> None:
 def run_upstreams_ninja(project: Project) -> None:
     """Its build file is there already, and one that fails, so that a log is written."""
     # The cache of these tests has a space in its path, which upstream does not quote.
-    folder = project.root / "upstreams" / "cached_ops" / "norm"
+    folder = project.cache.with_name(project.cache.name.replace(" ", "-")) / "norm"
     file = project.root / "failing.ninja"
     file.write_text("rule fail\n command = echo Error: it failed; exit 1\nbuild said: fail\n")
     try:
