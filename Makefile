@@ -54,7 +54,9 @@ VLLM_VENV ?= .venv-vllm
 # DAYS=7: today's share of the tests, beside each other; tests/vllm_plugin/days.py says which.
 VLLM_SHARE = $(if $(filter-out 1,$(DAYS)),--slow-share=$(shell $(PYTHON) -c \
 	"import datetime; print(f'{datetime.date.today().toordinal() % $(DAYS)}/$(DAYS)')") -n $(TEST_JOBS) --dist worksteal)
-VLLM_TESTS = $(if $(VLLM_SHARE),OMP_NUM_THREADS=1 )$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider $(VLLM_SHARE)
+# vLLM asks for nvcc in CUDA_HOME or /usr/local/cuda, and finds none of pip's; README has its user name it so.
+VLLM_TESTS = CUDA_HOME="$$($(PY) -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')" \
+	$(if $(VLLM_SHARE),OMP_NUM_THREADS=1 )$(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider $(VLLM_SHARE)
 
 .PHONY: all env compiler emulator test test-slow test-all test-host test-vllm test-kernels test-compilers test-upstream-patch kernels mutate demo bench
 .PHONY: lint format clean distclean
