@@ -56,9 +56,7 @@ __device__ __forceinline__ uint32_t block_scale(float amax) {
 }
 
 // 2^(127 - scale), the factor of values before they are rounded. A scale of 255 only comes with NaN.
-__device__ __forceinline__ float inverse_scale(uint32_t scale) {
-  return __uint_as_float((254u - scale) << 23);
-}
+__device__ __forceinline__ float inverse_scale(uint32_t scale) { return __uint_as_float((254u - scale) << 23); }
 
 // Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of
 // that, then its elements in any order. Nothing else in the family rounds to these formats.
