@@ -4,7 +4,7 @@
 The wheel ``flashinfer-python`` owns ``site-packages/flashinfer/``; no file of it may be touched. So this
 distribution installs three things of its own names::
 
-    flashinfer_sm12x/       flashinfer/, flashinfer_sm12x_*/, include/, csrc/, 3rdparty/, LICENSE and NOTICE as in the
+    flashinfer_sm12x_tree/  flashinfer/, flashinfer_sm12x/, include/, csrc/, 3rdparty/, LICENSE and NOTICE as in the
                             checkout (absent from an editable install)
     _flashinfer_sm12x.py    puts that directory, or the checkout, before site-packages on sys.path
     flashinfer_sm12x.pth    has Python import _flashinfer_sm12x when it starts
@@ -21,15 +21,14 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 NAME = "flashinfer_sm12x"
+TREE = f"{NAME}_tree"
 # Only the headers of a CUTLASS checkout in 3rdparty/ are needed.
 SHIPPED = (
     # These lie at the package's top, because pip's uninstaller does not remove a folder that holds only folders.
     "LICENSE",
     "NOTICE",
     "flashinfer/**/*",
-    "flashinfer_sm12x_doctor/**/*.py",
-    "flashinfer_sm12x_quantize/**/*",
-    "flashinfer_sm12x_vllm/*.py",
+    "flashinfer_sm12x/**/*",
     "include/**/*",
     "csrc/**/*",
     "3rdparty/*/README.md",
@@ -75,11 +74,11 @@ class BuildTree(build_py):
         # Files that an earlier build left here would be shipped too.
         shutil.rmtree(lib, ignore_errors=True)
         lib.mkdir(parents=True)
-        tree = str(ROOT) if self.is_editable() else NAME
+        tree = str(ROOT) if self.is_editable() else TREE
         (lib / f"_{NAME}.py").write_text(ACTIVATOR.format(name=NAME, tree=tree), encoding="utf-8")
         (lib / f"{NAME}.pth").write_text(f"import _{NAME}\n", encoding="utf-8")
         for file in [] if self.is_editable() else self.shipped():
-            target = lib / NAME / file
+            target = lib / TREE / file
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / file, target)
 

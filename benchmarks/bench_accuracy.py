@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 from accuracy_bench import choices, experts, results
 
-from flashinfer_sm12x_quantize import choice, formats, measure, models, texts
-from flashinfer_sm12x_quantize.endings import in_a_line, running
-from flashinfer_sm12x_quantize.files import read_text, replace_bytes, require_writable
+from flashinfer_sm12x.quantize import choice, formats, measure, models, texts
+from flashinfer_sm12x.quantize.endings import in_a_line, running
+from flashinfer_sm12x.quantize.files import read_text, replace_bytes, require_writable
 
 EXPERTS = (
     'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '

@@ -58,8 +58,8 @@ from flashinfer.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.testing import MoEInputs, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, MODES_OF, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
-from flashinfer_sm12x_doctor.probe.timing import StreamingRead, time_graph
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.timing import StreamingRead, time_graph
 
 TITLE = "MXFP4 and NVFP4 MoE layers"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

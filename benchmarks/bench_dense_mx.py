@@ -50,8 +50,8 @@ from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import Operand
 from flashinfer.testing.tensor_core_sums import operand
 from flashinfer.testing.virtual_device import in_own_process
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
-from flashinfer_sm12x_doctor.probe.timing import StreamingRead
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.timing import StreamingRead
 
 TITLE = "dense layers of gpt-oss-120b"
 TOKENS, PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 16, 64, 512, 2048, 8192)

@@ -50,12 +50,12 @@ from timing import allow, file, machine, names, numbers, reason, report_of
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
-from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.testing.virtual_device import in_own_process
-from flashinfer_sm12x_doctor.probe.target import find_target
-from flashinfer_sm12x_doctor.probe.timing import sustained_read
+from flashinfer_sm12x.doctor.probe.target import find_target
+from flashinfer_sm12x.doctor.probe.timing import sustained_read
+from flashinfer_sm12x.files import written_whole
 
 ATTENTION = ("xqa", "triton", "fa3", "torch")
 DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]

@@ -55,7 +55,7 @@ from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAM
 from flashinfer.testing.moe_layers import MODELS as LAYERS
 from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
-from flashinfer_sm12x_doctor.probe import layer as probed
+from flashinfer_sm12x.doctor.probe import layer as probed
 
 P = ParamSpec("P")
 EMULATED_EXPERTS = 2

@@ -2,7 +2,7 @@
 """Code that the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and
 plot.
 
-The clock is :mod:`flashinfer_sm12x_doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
+The clock is :mod:`flashinfer_sm12x.doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.sm12x.files import json_file, written_whole
 from flashinfer.testing import BoundViolation, check_within_bound
-from flashinfer_sm12x_doctor.probe.timing import Sample, time_graph
+from flashinfer_sm12x.doctor.probe.timing import Sample, time_graph
+from flashinfer_sm12x.files import json_file, written_whole
 
 T = TypeVar("T")
 QUANTIZED_ROWS = 16_384

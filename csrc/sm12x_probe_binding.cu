@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the kernels that measure a GPU (flashinfer_sm12x_doctor/probe): its memory, its MMAs, its launches
+// TVM-FFI face of the kernels that measure a GPU (flashinfer_sm12x/doctor/probe): its memory, its MMAs, its launches
 // and the order of its arrivals. Sizes are checked here, before any launch.
 #include "flashinfer/sm12x/launch.h"
 #include "flashinfer/sm12x/probe/arrival_order.cuh"

@@ -5,7 +5,7 @@
     examples/transformers_gpt_oss.py openai/gpt-oss-20b "The streets of"
     scripts/random_checkpoint.py /tmp/small --layers 1 && examples/transformers_gpt_oss.py /tmp/small "t5 t7"
 
-``flashinfer_sm12x_quantize/gpt_oss.py`` has the experts: how a checkpoint's weights are laid out, and the call. Runs on
+``flashinfer_sm12x/quantize/gpt_oss.py`` has the experts: how a checkpoint's weights are laid out, and the call. Runs on
 the GPU, or on the CPU where there is none. Needs transformers, safetensors and this fork; on Hopper set
 FLASHINFER_SM12X_MOE=1.
 """
@@ -17,8 +17,8 @@ import sys
 
 import torch
 
-from flashinfer_sm12x_quantize import models
-from flashinfer_sm12x_quantize.endings import in_a_line, running
+from flashinfer_sm12x.quantize import models
+from flashinfer_sm12x.quantize.endings import in_a_line, running
 
 
 def positive(text: str) -> int:
@@ -39,7 +39,7 @@ def main() -> int:
 
 def write(given: argparse.Namespace) -> int:
     models.need("transformers", "safetensors")
-    from flashinfer_sm12x_quantize.gpt_oss import load
+    from flashinfer_sm12x.quantize.gpt_oss import load
 
     folder = models.fetched(given.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,11 +21,11 @@ if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
     del _sys.argv[1]
     try:
         _tree = _os.path.dirname(_os.path.dirname(__file__))
-        _runpy.run_path(_os.path.join(_tree, "flashinfer_sm12x_doctor"), run_name="__main__")
+        _runpy.run_path(_os.path.join(_tree, "flashinfer_sm12x", "doctor"), run_name="__main__")
     except OSError as error:
         raise SystemExit(f"python -m flashinfer: this copy of the fork is not whole: {error}") from None
 
-from flashinfer._version import upstream_alone as _upstream_alone
+from flashinfer_sm12x.versions import upstream_alone as _upstream_alone
 
 if _reason := _upstream_alone():
     from flashinfer._layer import hand_over as _hand_over
@@ -38,7 +38,7 @@ else:
         try:
             _upstream = extend(globals())
         except ValueError:
-            from flashinfer.sm12x.variables import check_imported as _check_imported
+            from flashinfer_sm12x.variables import check_imported as _check_imported
 
             _check_imported()
             raise
@@ -50,7 +50,7 @@ else:
 
     from typing import TYPE_CHECKING, Any
 
-    from flashinfer._version import __fork_version__ as __fork_version__
+    from flashinfer_sm12x.versions import __fork_version__ as __fork_version__
 
     if TYPE_CHECKING:
         __version__ = __fork_version__  # of its type

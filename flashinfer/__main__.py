@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashinfer._layer import extend
-from flashinfer._version import UPSTREAM_DISTRIBUTION, __fork_version__
 from flashinfer.jit import cpp_ext
-from flashinfer.jit.sm12x.toolchain import ToolchainError
+from flashinfer_sm12x.build.toolchain import ToolchainError
+from flashinfer_sm12x.versions import UPSTREAM_DISTRIBUTION, __fork_version__
 
 _cpp_ext: Any = cpp_ext
 
@@ -46,7 +46,8 @@ finally:
 import click
 from tabulate import tabulate
 
-from .sm12x.counted import counted
+from flashinfer_sm12x.counted import counted
+
 from .sm12x.device_class import CLASSES
 from .sm12x.models import MOE_LAYERS
 
@@ -248,8 +249,8 @@ def sm12x_quantize_cmd(
     """
     import torch
 
-    from flashinfer_sm12x_quantize import command
-    from flashinfer_sm12x_quantize.files import UserError
+    from flashinfer_sm12x.quantize import command
+    from flashinfer_sm12x.quantize.files import UserError
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     request = command.Request(checkpoint, out, {"qkv": qkv, "o": o, "lm_head": lm_head}, text, tokens, device)
@@ -264,9 +265,9 @@ def sm12x_quantize_cmd(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
     """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
-    import flashinfer_sm12x_doctor
+    import flashinfer_sm12x.doctor
 
-    raise SystemExit(flashinfer_sm12x_doctor.main(arguments))
+    raise SystemExit(flashinfer_sm12x.doctor.main(arguments))
 
 
 @_group.group("sm12x-cache")

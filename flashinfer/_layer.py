@@ -52,7 +52,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flashinfer._version import (
+from flashinfer_sm12x.versions import (
     SWITCH,
     UPSTREAM_DISTRIBUTION,
     Wheel,
@@ -71,7 +71,7 @@ def fork_root() -> Path:
     """The directory that holds this fork's ``flashinfer/``, ``include/``, ``csrc/`` and ``3rdparty/``.
 
     It is the checkout when the fork runs from one (``PYTHONPATH``, ``pip install -e .``), and
-    ``site-packages/flashinfer_sm12x`` after ``pip install .``. The layout below it is the same.
+    ``site-packages/flashinfer_sm12x_tree`` after ``pip install .``. The layout below it is the same.
     """
     return _OURS.parent
 
@@ -107,7 +107,7 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
     Args:
         namespace: ``globals()`` of our ``flashinfer/__init__.py``, which executes nothing more of its own after that.
         before: The names in it when our code began.
-        reason: :func:`flashinfer._version.upstream_alone`'s; a warning says it once, unless a user asked for it.
+        reason: :func:`flashinfer_sm12x.versions.upstream_alone`'s; a warning says it once, unless a user asked for it.
     """
     spec: Any = upstream_spec()
     logger: Any = logging.getLogger("flashinfer_sm12x")

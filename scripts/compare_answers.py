@@ -43,9 +43,9 @@ import vllm_server
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from flashinfer_sm12x_vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
+from flashinfer_sm12x.vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
 
-TEXTS = REPO / "flashinfer_sm12x_quantize" / "texts" / "evaluation"
+TEXTS = REPO / "flashinfer_sm12x" / "quantize" / "texts" / "evaluation"
 FORCING = ("--enable-trace-replay", "--enable-scale-out")
 SEED, RESAMPLES = 0, 1000
 LEAST = 1e-6

@@ -213,8 +213,8 @@ def main() -> None:
     given = arguments()
     if lacks := missing(given):
         sys.exit(lacks)
-    from flashinfer_sm12x_doctor.probe import mma
-    from flashinfer_sm12x_doctor.probe.target import find_target
+    from flashinfer_sm12x.doctor.probe import mma
+    from flashinfer_sm12x.doctor.probe.target import find_target
 
     with contextlib.ExitStack() as stack:
         if given.virtual:

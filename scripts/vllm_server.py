@@ -31,18 +31,10 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 VLLM_COMMAND = "pip install vllm==0.33.0"
 
 
-def _host_memory() -> Any:
-    """The checkout's own, loaded as a file: ``import flashinfer`` may be the plain wheel, and takes torch."""
-    spec = importlib.util.spec_from_file_location("host_memory", ROOT / "flashinfer" / "sm12x" / "host_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+sys.path.append(str(ROOT))  # last: an installed fork is the one that the server imports
+from flashinfer_sm12x import host_memory  # noqa: E402
 
-
-host_memory = _host_memory()
+sys.path.pop()  # the checkout's entry point must not pass for an installed plugin
 
 
 def positive(text: str) -> int:

@@ -63,7 +63,7 @@ def gxx() -> str:
 @pytest.fixture(scope="session")
 def nvcc(gxx: str) -> Path:
     """The CUDA compiler that modules are built with; a test is skipped where there is none that can compile."""
-    from flashinfer.jit.sm12x import toolchain
+    from flashinfer_sm12x.build import toolchain
 
     try:
         return toolchain.discover().nvcc
@@ -119,6 +119,6 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which widths of sums the bounds of a GPU's tests were made with."""
-    probe = sys.modules.get("flashinfer_sm12x_doctor.probe.mma")
+    probe = sys.modules.get("flashinfer_sm12x.doctor.probe.mma")
     for target, bits in (probe.measured_widths() if probe else {}).items():
         terminalreporter.write_line(f"{target}'s MMAs keep of a sum, in fraction bits: {bits}")

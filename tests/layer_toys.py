@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import shutil
 import subprocess
 import sys
@@ -14,6 +14,13 @@ from types import ModuleType
 REPO = Path(__file__).resolve().parents[1]
 OURS = REPO / "flashinfer"
 UPSTREAM = "0.7.2.post1"
+MECHANISM = (
+    "flashinfer/__init__.py",
+    "flashinfer/_layer.py",
+    "flashinfer_sm12x/__init__.py",
+    "flashinfer_sm12x/versions.py",
+)
+"""The files that make a tree a fork."""
 
 Run = Callable[..., subprocess.CompletedProcess]
 
@@ -22,13 +29,7 @@ def load_tool(name: str) -> ModuleType:
     """``tools/<name>.py`` as a module; it imports its neighbours as a script does."""
     if str(REPO / "tools") not in sys.path:
         sys.path.append(str(REPO / "tools"))
-    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> Path:
@@ -48,9 +49,9 @@ def write_wheel(site: Path, files: Mapping[str, str], version: str = UPSTREAM) -
 
 def write_fork(root: Path, files: Mapping[str, str]) -> Path:
     """A fork with this repository's mechanism and the given modules."""
-    (root / "flashinfer").mkdir(parents=True)
-    for name in ("__init__.py", "_layer.py", "_version.py"):
-        shutil.copy(OURS / name, root / "flashinfer" / name)
+    for name in MECHANISM:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, root / name)
     return write_tree(root / "flashinfer", files).parent
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashinfer_sm12x_quantize import models
+from flashinfer_sm12x.quantize import models
 
 VOCABULARY = 160
 

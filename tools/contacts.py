@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import importlib.util
 import inspect
 import sys
 import zipfile
@@ -21,20 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flashinfer_sm12x import versions
+from flashinfer_sm12x.vllm import contacts
+
 ROOT = Path(__file__).resolve().parent.parent
 Found = tuple[str, ast.stmt | None]
-
-
-@cache
-def load(file: str) -> Any:
-    """Load a file of this tree that imports only the standard library."""
-    spec = importlib.util.spec_from_file_location(f"_contacts_{Path(file).stem}", ROOT / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Sources:
@@ -143,7 +133,7 @@ def assigned(cls: ast.ClassDef) -> frozenset[str]:
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> inspect.Signature:
     """The signature of a definition; a method's without ``self``."""
-    found: inspect.Signature = load("flashinfer_sm12x_vllm/contacts.py").signature_of(function.args)
+    found: inspect.Signature = contacts.signature_of(function.args)
     static = any(getattr(each, "id", "") == "staticmethod" for each in function.decorator_list)
     return found.replace(parameters=[*found.parameters.values()][method and not static :])
 
@@ -152,10 +142,10 @@ class Moved:
     """Asks the plugin's table of contacts of sources."""
 
     def __init__(self, sources: Sources) -> None:
-        self.sources, self.contacts = sources, load("flashinfer_sm12x_vllm/contacts.py")
+        self.sources = sources
 
     def probe(self, contact: Any) -> str:
-        """The answer that :func:`flashinfer_sm12x_vllm.contacts.probe` would give, as far as sources tell."""
+        """The answer that :func:`flashinfer_sm12x.vllm.contacts.probe` would give, as far as sources tell."""
         if self.sources.module(contact.module) is None:
             return f"{contact.module} is gone"
         name, *inner = contact.path.split(".")
@@ -171,7 +161,7 @@ class Moved:
         if found is None:
             return f"{contact} is gone"
         if isinstance(found[1], (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return str(self.contacts.misfit(contact, signature(found[1], method)))
+            return str(contacts.misfit(contact, signature(found[1], method)))
         return ""
 
     def class_of(self, found: tuple[str, Any] | None) -> tuple[str, ast.ClassDef] | None:
@@ -204,8 +194,8 @@ class Moved:
         """A line for each contact that moved, with the part that goes without it."""
         return [
             f"{part}: {said}"
-            for part in self.contacts.TABLE
-            for contact in self.contacts.contacts(part)
+            for part in contacts.TABLE
+            for contact in contacts.contacts(part)
             if (said := self.probe(contact))
         ]
 
@@ -324,7 +314,6 @@ def installed() -> Path:
     Raises:
         SystemExit: none is.
     """
-    versions = load("flashinfer/_version.py")
     wheel = versions.tested_wheel()
     if wheel is None:
         raise SystemExit(f"no tested flashinfer-python is installed: {versions.remedy()}, or pass --flashinfer-from")

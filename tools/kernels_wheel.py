@@ -138,9 +138,9 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
     Returns:
         The manifest, with each library's path on this machine.
     """
-    from flashinfer._version import __fork_version__
     from flashinfer.jit import cpp_ext
     from flashinfer.jit.sm12x import modules, prebuilt
+    from flashinfer_sm12x.versions import __fork_version__
 
     cuda = cpp_ext.find_toolkit().version
     specs = modules.gen_shipped_modules()
@@ -159,9 +159,10 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
 
 def entry_of(spec: Any) -> dict[str, Any]:
     """The manifest's entry of a module that has been built; ``library`` is where it lies on this machine."""
-    from flashinfer.jit.sm12x import build, content_key, prebuilt
+    from flashinfer.jit.sm12x import prebuilt
+    from flashinfer_sm12x.build import content_key, engine
 
-    library = build.find_library(spec.plan)
+    library = engine.find_library(spec.plan)
     if library is None:
         raise WheelError(f"{spec.name} changed while it was built: the library for what is here now is not there")
     return {
@@ -221,7 +222,7 @@ def build_environment(processor: str, work: Path) -> Mapping[str, str]:
 def cross_toolkit(processor: str, work: Path) -> Path:
     """This machine's CUDA compiler with another processor's runtime, laid out as nvcc looks for it."""
     sys.path.insert(0, str(ROOT))
-    from flashinfer.jit.sm12x import toolchain
+    from flashinfer_sm12x.build import toolchain
 
     toolkit = toolchain.discover()
     if toolkit.version.major < 13:

@@ -10,10 +10,10 @@ from perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step
 from token_bench.hindcast import Figure, rows
 
 from flashinfer.sm12x.models import MODELS, matrix_bytes
-from flashinfer.sm12x.variables import PRESETS
-from flashinfer_sm12x_quantize.choice import Choice
-from flashinfer_sm12x_quantize.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
-from flashinfer_sm12x_quantize.manifest import finished, located
+from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
+from flashinfer_sm12x.quantize.manifest import finished, located
+from flashinfer_sm12x.variables import PRESETS
 
 CONTEXT = 1024
 KV = ("bf16", "fp8")
@@ -130,15 +130,15 @@ def bits(choice: Choice) -> float:
 
 
 def published() -> Figure:
-    """llama.cpp's tokens/s on one GB10, one stream."""
-    (figure,) = (
+    """llama.cpp's highest published tokens/s on one GB10, one stream."""
+    found = [
         row
         for row in rows()
         if (row.engine, row.gpu, row.gpus, row.model, row.dense) == ("llama.cpp", "GB10", 1, LAYER_MODEL, "q8_0")
         and (row.sequences, row.new) == (1, 1)
         and row.context <= CONTEXT
-    )
-    return figure
+    ]
+    return max(found, key=lambda row: row.value)
 
 
 def default() -> list[Choice]:

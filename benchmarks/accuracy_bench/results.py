@@ -13,8 +13,8 @@ from timing import github
 from token_bench import picture
 from token_bench.predict import rates, span_and_middle
 
-from flashinfer_sm12x_quantize.choice import Choice
-from flashinfer_sm12x_quantize.measure import Bootstrap, Estimate, Scores
+from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.measure import Bootstrap, Estimate, Scores
 
 from .choices import LLAMA_CPP_NAME, bits, predicted, published
 

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.instances import ROW_TILE, Format, Instance
 from flashinfer.sm12x.models import matrix_bytes
+from flashinfer_sm12x.files import written_whole
 
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
 from .l2 import Gemm, dram_bytes, walk

@@ -28,9 +28,9 @@ import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.jit.sm12x.modules import multiplies_in_half
-from flashinfer.sm12x.files import written_whole
 from flashinfer.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
+from flashinfer_sm12x.files import written_whole
 
 from . import gb10
 from .gb10 import FIXED_US, SECOND_GEMM_US, Counts, Launch, Times, times

@@ -34,9 +34,9 @@ from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.fused_moe.sm12x_planner import plan_mode
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
-from flashinfer.sm12x.files import json_file, written_whole
 from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
+from flashinfer_sm12x.files import json_file, written_whole
 
 from . import gb10
 from .devices import GB10, Device

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from perfmodel.step import Step, parts_of
 
-from flashinfer_sm12x_doctor.probe.timing import Sample, captured
+from flashinfer_sm12x.doctor.probe.timing import Sample, captured
 
 from .model import Model
 from .results import Measured, Row

@@ -10,7 +10,7 @@ from typing import Any
 
 from perfmodel.step import PARTS
 
-from flashinfer.sm12x.files import written_whole
+from flashinfer_sm12x.files import written_whole
 
 SEGMENTS = (*PARTS, "gaps")
 

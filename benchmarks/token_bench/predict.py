@@ -26,7 +26,7 @@ from perfmodel.step import (
 from timing import github
 
 from flashinfer.sm12x.device_class import GB10
-from flashinfer.sm12x.variables import PRESETS
+from flashinfer_sm12x.variables import PRESETS
 
 from .results import Measured
 

@@ -11,9 +11,9 @@ from typing import Any
 from perfmodel.step import Step
 from timing import REPORT, github, report_of, write_json
 
-from flashinfer.sm12x.counted import counted
-from flashinfer.sm12x.files import json_file
-from flashinfer_sm12x_doctor.probe.timing import Sample
+from flashinfer_sm12x.counted import counted
+from flashinfer_sm12x.doctor.probe.timing import Sample
+from flashinfer_sm12x.files import json_file
 
 NAME_WIDTH = 90  # of a kernel's name in a table
 

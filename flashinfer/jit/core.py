@@ -20,13 +20,14 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from ..sm12x import variables
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.build.diagnosis import explained_os_errors
+from flashinfer_sm12x.build.engine import Progress
+from flashinfer_sm12x.build.jobs import parallel_jobs
+from flashinfer_sm12x.build.trust import make_folder, require_trusted, require_trusted_tree
+
 from . import cpp_ext
 from . import env as jit_env
-from .sm12x.build import Progress
-from .sm12x.diagnosis import explained_os_errors
-from .sm12x.jobs import parallel_jobs
-from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
 

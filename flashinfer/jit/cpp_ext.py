@@ -2,7 +2,7 @@
 """The CUDA toolkit that upstream's own modules are built with.
 
 Upstream knows toolkits laid out as NVIDIA's installers do it. Here its functions learn of every toolkit that
-``flashinfer.jit.sm12x.toolchain`` finds, the one from PyPI included, on machines with and without a driver.
+``flashinfer_sm12x.build.toolchain`` finds, the one from PyPI included, on machines with and without a driver.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _upstream = extend(globals())
 import torch
 from packaging.version import Version
 
-from ..sm12x import variables
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.build import toolchain
+from flashinfer_sm12x.build.diagnosis import JitBuildError, explained_os_errors, first_error_line, hint_for
+from flashinfer_sm12x.build.engine import NINJA_STATUS, Progress, finished_step, ninja_command
+from flashinfer_sm12x.build.trust import make_folder, require_trusted_tree
+
 from . import env as jit_env
-from .sm12x import toolchain
-from .sm12x.build import NINJA_STATUS, Progress, finished_step, ninja_command
-from .sm12x.diagnosis import JitBuildError, explained_os_errors, first_error_line, hint_for
-from .sm12x.trust import make_folder, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -44,7 +45,7 @@ def find_toolkit() -> toolchain.Toolkit:
     """The CUDA toolkit in use; looked for once per process.
 
     Raises:
-        ToolchainError: none is found; see :func:`flashinfer.jit.sm12x.toolchain.discover`.
+        ToolchainError: none is found; see :func:`flashinfer_sm12x.build.toolchain.discover`.
     """
     toolkit = toolchain.discover()
     for reason in toolkit.passed_over:

@@ -12,7 +12,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
+from flashinfer_sm12x.build.trust import make_folder, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
 

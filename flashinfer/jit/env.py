@@ -15,8 +15,7 @@ import os
 import stat
 
 from flashinfer._layer import extend, fork_root
-
-from ..sm12x import variables
+from flashinfer_sm12x import variables
 
 if _base := variables.read("FLASHINFER_WORKSPACE_BASE"):
     os.environ["FLASHINFER_WORKSPACE_BASE"] = os.path.abspath(_base)
@@ -39,7 +38,7 @@ import logging
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from .sm12x.trust import UntrustedCacheError, make_folder, require_trusted
+from flashinfer_sm12x.build.trust import UntrustedCacheError, make_folder, require_trusted
 
 if TYPE_CHECKING:
 

@@ -13,7 +13,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .sm12x.jobs import GIB
+from flashinfer_sm12x.build.jobs import GIB
 
 if TYPE_CHECKING:
 

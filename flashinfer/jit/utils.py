@@ -13,8 +13,8 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .sm12x.diagnosis import explained_os_errors
-from .sm12x.trust import write_atomically
+from flashinfer_sm12x.build.diagnosis import explained_os_errors
+from flashinfer_sm12x.build.trust import write_atomically
 
 if TYPE_CHECKING:
 

@@ -8,7 +8,6 @@
 ``checks``     what an argument may be: one vocabulary for all operators
 ``tune``       what upstream's autotuner has timed
 ``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
-``variables``  every environment variable: its values and its default
 ``instances``  the one table of kernel instances
 ``models``     sizes of models and layers; bytes of a matrix
 =============  ================================================================================

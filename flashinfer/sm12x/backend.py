@@ -31,8 +31,10 @@ from typing import Any, Protocol
 
 import torch
 
+from flashinfer_sm12x import variables
+
 from ..utils import device_support_pdl, get_device_sm_count
-from . import devices, variables
+from . import devices
 from .device_class import DeviceClass
 from .instances import Instance
 

@@ -17,8 +17,9 @@ import warnings
 
 import torch
 
+from flashinfer_sm12x import variables
+
 from ..utils import get_compute_capability
-from . import variables
 from .device_class import DeviceClass, class_of
 
 

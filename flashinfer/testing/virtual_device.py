@@ -36,9 +36,9 @@ from typing import Any
 import torch
 
 from flashinfer._layer import fork_root
-from flashinfer.sm12x import variables
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import INSTANCES
+from flashinfer_sm12x import variables
 
 from .error_bounds import SM120_SUM_BITS
 

@@ -22,7 +22,7 @@ from flashinfer.testing.decode_reference import (
     random_decode_case,
 )
 from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 @pytest.fixture

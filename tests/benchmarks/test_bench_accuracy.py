@@ -30,9 +30,9 @@ from toy_llama import VOCABULARY, llama, some_windows
 
 from flashinfer import mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
 from flashinfer.quantization.block_scaled import quantize_weight
-from flashinfer_sm12x_quantize import formats, measure, models, texts
-from flashinfer_sm12x_quantize.choice import Choice
-from flashinfer_sm12x_quantize.measure import Bootstrap, Estimate, hidden_states, scores
+from flashinfer_sm12x.quantize import formats, measure, models, texts
+from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.measure import Bootstrap, Estimate, hidden_states, scores
 
 REPO = Path(__file__).parents[2]
 LINEAR = SfLayout.layout_linear
@@ -253,7 +253,7 @@ def test_without_gguf_llama_cpp_is_told_to_be_missing(monkeypatch: pytest.Monkey
 
 
 def test_each_preset_can_be_measured() -> None:
-    from flashinfer.sm12x.variables import PRESETS
+    from flashinfer_sm12x.variables import PRESETS
 
     for name in PRESETS:
         assert parse(name) != Choice()
@@ -531,7 +531,7 @@ def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
     """transformers 5.17 makes such a config. The constants are the model's own, and later releases have the same."""
     from transformers import GptOssConfig
 
-    from flashinfer_sm12x_quantize.gpt_oss import ALPHA, LIMIT, FlashInferExperts
+    from flashinfer_sm12x.quantize.gpt_oss import ALPHA, LIMIT, FlashInferExperts
 
     bias: Any = {"down_proj_bias": torch.zeros(2, 32, dtype=torch.bfloat16)}
     bare = FlashInferExperts(types.SimpleNamespace(), bias, "a16")  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import Batch
-from flashinfer_sm12x_doctor.probe.timing import Sample
+from flashinfer_sm12x.doctor.probe.timing import Sample
 
 SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=16, kv_heads=2, top_k=2, vocab=640, window=64)
 

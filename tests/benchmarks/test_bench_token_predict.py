@@ -37,8 +37,8 @@ from printed import cells
 from token_bench import predict, results
 
 from flashinfer.sm12x.models import MODELS, matrix_bytes
-from flashinfer_sm12x_doctor.probe import layer
-from flashinfer_sm12x_doctor.probe.timing import Sample
+from flashinfer_sm12x.doctor.probe import layer
+from flashinfer_sm12x.doctor.probe.timing import Sample
 
 MODEL = "gpt-oss-120b"
 FAST_BYTES, SLOW_BYTES = 1e3 * FAST.dram_gb_per_second, 1e3 * SLOW.dram_gb_per_second

@@ -22,7 +22,7 @@ from printed import cells
 from flashinfer.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, NVFP4_LAYERS, MoELayer
 from flashinfer.testing.moe_layers import DENSE_VARIANTS
-from flashinfer_sm12x_doctor.probe import layer
+from flashinfer_sm12x.doctor.probe import layer
 
 MODEL = "gpt-oss-120b"
 MOE = MODELS[MODEL].moe

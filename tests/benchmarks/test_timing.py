@@ -23,7 +23,7 @@ from timing import Entry, Row
 import flashinfer
 from flashinfer.sm12x.models import MoELayer
 from flashinfer.testing import MoEInputs, moe_layers, moe_reference
-from flashinfer_sm12x_doctor.probe.timing import Sample
+from flashinfer_sm12x.doctor.probe.timing import Sample
 
 MODEL = "tiny"
 TOKENS = [1, 5, 40]

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
-import flashinfer_sm12x_doctor as doctor
-from flashinfer_sm12x_doctor import asking, questions
-from flashinfer_sm12x_doctor.asking import Facts
+import flashinfer_sm12x.doctor as doctor
+from flashinfer_sm12x.doctor import asking, questions
+from flashinfer_sm12x.doctor.asking import Facts
 
-DOCTOR = REPO / "flashinfer_sm12x_doctor"
+DOCTOR = REPO / "flashinfer_sm12x" / "doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
 PROGRAMS = "bash sh c++ g++ as ld ninja mv rm mkdir chmod env grep head df cat"
 IF_THERE = "ps"  # for a command of the doctor's that tests run; images without procps lack it
@@ -128,7 +128,7 @@ class Machine:
             "FLASHINFER_WORKSPACE_BASE": str(self.root / "cache"),
             "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
         }
-        for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x_vllm"):
+        for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x.vllm"):
             (self.root / folder).mkdir(mode=0o755, parents=True)
         headers = {"cuda_runtime.h": "", "cuda_runtime_api.h": "#define CUDART_VERSION 13000\n", "curand_kernel.h": ""}
         write_tree(self.root / "toolkit" / "include", headers)
@@ -150,10 +150,12 @@ for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/pac
         self.gpus(GB10)
         self.torch("13.0", [("NVIDIA GB10", (12, 1))])
         self.vllm()
-        for name in ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize"):
-            (self.tree / name).symlink_to(REPO / name)
+        (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
+        for part in sorted((REPO / "flashinfer_sm12x").iterdir()):
+            if part.name not in ("vllm", "__pycache__"):
+                (self.tree / "flashinfer_sm12x" / part.name).symlink_to(part)
         for name in ("__init__.py", "settings.py", "devices.py", "fallback.py"):
-            shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
+            shutil.copy(REPO / "flashinfer_sm12x" / "vllm" / name, self.tree / "flashinfer_sm12x" / "vllm")
         for name in ("config", "moe", "nvfp4", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
         self.plugin_part(
@@ -163,7 +165,7 @@ for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/pac
             "def why_not(part): return ''\n"
             "def module(part): return importlib.import_module('.' + {'experts': 'moe', 'head': 'lm_head'}.get(part, part), __package__)",
         )
-        self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x_vllm:register")
+        self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x.vllm:register")
         self.packages(parts)
 
     def packages(self, parts: Parts) -> None:
@@ -230,7 +232,7 @@ for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/pac
             shutil.rmtree(info)
 
     def plugin_part(self, name: str, code: str) -> None:
-        write_tree(self.tree, {f"flashinfer_sm12x_vllm/{name}.py": code})
+        write_tree(self.tree, {f"flashinfer_sm12x/vllm/{name}.py": code})
 
     def torch(
         self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]], at_import: str = "", version: str = "2.14.0"

@@ -13,7 +13,7 @@ from pathlib import Path
 from doctor_machine import NVCC, REPO, UPSTREAM, Machine
 from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
 
-from flashinfer.jit.sm12x.toolchain import DEFAULT_ROOT
+from flashinfer_sm12x.build.toolchain import DEFAULT_ROOT
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ PLANTED = {
         "unset FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": "0"}, mends=True),
     "plugin_of_which_a_part_is_gone": Planted("vllm-plugin", "fail",
         "could not be installed: ImportError: cannot import name 'config'",
-        plant=lambda m: m.remove("tree/flashinfer_sm12x_vllm/config.py")),
+        plant=lambda m: m.remove("tree/flashinfer_sm12x/vllm/config.py")),
     "plugin_for_another_vllm": Planted("vllm-plugin", "fail",
         "could not be installed: AttributeError: vLLM has moved this",
         plant=lambda m: m.plugin_part("config", "def install(): raise AttributeError('vLLM has moved this')")),

@@ -15,11 +15,11 @@ from layer_toys import REPO
 from packaging.requirements import Requirement
 from pip._internal.commands import create_command
 
-import flashinfer_sm12x_doctor as doctor
+import flashinfer_sm12x.doctor as doctor
 from flashinfer.__main__ import cli
 from flashinfer.compilation_context import parse_arch_list
-from flashinfer.sm12x import variables
-from flashinfer_sm12x_doctor.asking import FOLDER
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.doctor.asking import FOLDER
 
 UVS_OPTIONS = {"install": {"-e", "--force-reinstall", "--no-deps"}, "uninstall": set()}
 """Those of pip's that uv 0.13 takes under the same name; its ``uninstall`` asks nothing and has no ``--yes``."""

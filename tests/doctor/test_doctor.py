@@ -17,9 +17,10 @@ from layer_toys import OURS, write_tree
 from planted import PLANTED
 from readers import read_by_its_reader
 
-import flashinfer_sm12x_doctor as doctor
-from flashinfer.jit.sm12x import prebuilt, toolchain
-from flashinfer_sm12x_doctor import questions
+import flashinfer_sm12x.doctor as doctor
+from flashinfer.jit.sm12x import prebuilt
+from flashinfer_sm12x.build import toolchain
+from flashinfer_sm12x.doctor import questions
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 

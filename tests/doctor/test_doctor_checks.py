@@ -12,8 +12,8 @@ import pytest
 from doctor_machine import findings, healthy
 from layer_toys import write_tree
 
-from flashinfer_sm12x_doctor import checks, questions
-from flashinfer_sm12x_doctor.asking import CLI
+from flashinfer_sm12x.doctor import checks, questions
+from flashinfer_sm12x.doctor.asking import CLI
 
 SPARK = {"gpus": [{"name": "GB10", "capability": "12.1", "driver": "580.95.05"}]}
 MOE, CHANGED = "module fused_moe_120", "x.cuh changed"

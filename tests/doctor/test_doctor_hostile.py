@@ -16,8 +16,8 @@ import pytest
 from doctor_machine import DOCTOR, Machine, healthy
 from layer_toys import write_fork, write_tree
 
-import flashinfer_sm12x_doctor as doctor
-from flashinfer.sm12x import variables
+import flashinfer_sm12x.doctor as doctor
+from flashinfer_sm12x import variables
 
 HOSTILE = {
     "sleeps": "import time; time.sleep(600)",

@@ -16,11 +16,11 @@ from doctor_machine import findings as all_findings
 from layer_toys import write_tree
 from perfmodel import gb10, moe
 
-import flashinfer_sm12x_doctor as doctor
+import flashinfer_sm12x.doctor as doctor
 from flashinfer.sm12x.models import MOE_LAYERS
-from flashinfer_sm12x_doctor import probing
-from flashinfer_sm12x_doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted
-from flashinfer_sm12x_doctor.probe_checks import KINDS, PROBE_CHECKS
+from flashinfer_sm12x.doctor import probing
+from flashinfer_sm12x.doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted
+from flashinfer_sm12x.doctor.probe_checks import KINDS, PROBE_CHECKS
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
@@ -146,11 +146,11 @@ def run(part, tell):
 
 @pytest.fixture
 def machine(machine: Machine) -> Machine:
-    probe = "flashinfer_sm12x_doctor/probe"
+    probe = "flashinfer_sm12x/doctor/probe"
     empty = (
         "flashinfer/__init__.py",
         "flashinfer/_layer.py",
-        "flashinfer_sm12x_doctor/__init__.py",
+        "flashinfer_sm12x/doctor/__init__.py",
         f"{probe}/__init__.py",
     )
     parts = {f"{probe}/parts.py": FAKE_PARTS.format(facts=healthy())}
@@ -279,15 +279,15 @@ def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
     pids = machine.root / "pids"
     hangs = f"PIDS = {str(pids)!r}\n{HANGS}"
     if probe:
-        file = machine.root / "fork" / "flashinfer_sm12x_doctor" / "probe" / "parts.py"
+        file = machine.root / "fork" / "flashinfer_sm12x" / "doctor" / "probe" / "parts.py"
         file.write_text("def run(part, tell):\n" + "".join(f"    {line}\n" for line in hangs.splitlines()))
     else:
         write_tree(machine.site, {"torch/__init__.py": hangs})
     (machine.root / "sent.json").write_text("a good one")
     command = [str(machine.python), str(DOCTOR), *(["--probe", "--report", "sent.json"] if probe else [])]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Shells have what they start in the background ignore it.
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A shell has its background jobs ignore SIGINT, nohup SIGHUP.
+    pipes["preexec_fn"] = lambda: signal.signal(number, signal.SIG_DFL)
     with subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **pipes) as asked:
         until = time.monotonic() + 120
         while not (pids.exists() and len(pids.read_text().split()) == 2):

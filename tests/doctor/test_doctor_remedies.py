@@ -25,12 +25,12 @@ from readers import read_by_its_reader, words_are_read
 from test_doctor_checks import GIVEN, MOE, SPARK, gpus, module, seen
 from test_doctor_probe import PLANTED as PROBED
 
-import flashinfer_sm12x_doctor as doctor
-from flashinfer import _version
-from flashinfer.jit.sm12x import diagnosis, toolchain
-from flashinfer_sm12x_doctor import checks, probe_checks, questions, remedies
-from flashinfer_sm12x_doctor.asking import CLI, FOLDER, PACKAGE, Answers
-from flashinfer_sm12x_doctor.probe import TOKENS
+import flashinfer_sm12x.doctor as doctor
+from flashinfer_sm12x import versions
+from flashinfer_sm12x.build import diagnosis, toolchain
+from flashinfer_sm12x.doctor import checks, probe_checks, questions, remedies
+from flashinfer_sm12x.doctor.asking import CLI, FOLDER, PACKAGE, Answers
+from flashinfer_sm12x.doctor.probe import TOKENS
 
 MODULES = (remedies, checks, probe_checks, doctor)
 """Modules that give remedies, in the order of their imports."""
@@ -181,7 +181,7 @@ STATES = [
     imported("no answer within 60 s"),
     imported("it was killed by SIGSEGV"),
     imported("TypeError: unsupported operand", blame="PYTHONOPTIMIZE"),
-    imported(f"ImportError: Install it with:  {_version.remedy('--force-reinstall --no-deps ')}"),
+    imported(f"ImportError: Install it with:  {versions.remedy('--force-reinstall --no-deps ')}"),
     imported("RuntimeError: Install it with:  cd"),
     imported("flashinfer-cubin version (0.6.4) does not match flashinfer version (0.7.2)"),
     imported("VariableError: FLASHINFER_LOGLEVEL is 'much'; it may be a whole number"),

@@ -13,7 +13,7 @@ import forked_python
 import pytest
 from layer_toys import REPO
 
-from flashinfer.sm12x import variables
+from flashinfer_sm12x import variables
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
@@ -40,8 +40,9 @@ def names_read(file: Path) -> set[str]:
 
 
 def test_the_product_reads_its_variables_through_the_table() -> None:
-    packages = ("flashinfer", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm", "flashinfer_sm12x_doctor/probe")
-    files = [file for package in packages for file in (REPO / package).rglob("*.py")]
+    packages = (REPO / "flashinfer", REPO / "flashinfer_sm12x")
+    doctor = set((REPO / "flashinfer_sm12x" / "doctor").glob("*.py"))  # which asks about variables of others
+    files = [file for package in packages for file in package.rglob("*.py") if file not in doctor]
     asked = {name for file in files for name in names_read(file)}
     assert asked <= READ_ELSEWHERE
     assert {"FLASHINFER_WORKSPACE_BASE", "CXX"} <= asked, "this test sees what is read"
@@ -130,9 +131,10 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
     import torch
 
     from flashinfer.jit import core
-    from flashinfer.jit.sm12x import modules, trust
+    from flashinfer.jit.sm12x import modules
     from flashinfer.sm12x import backend, devices
-    from flashinfer_sm12x_vllm import settings
+    from flashinfer_sm12x.build import trust
+    from flashinfer_sm12x.vllm import settings
 
     uses: dict[str, Callable[[], object]] = {
         "FLASHINFER_SM12X_MOE": lambda: devices.serves_cuda(0),
@@ -200,7 +202,7 @@ def test_what_upstream_reads_while_it_is_imported_is_told_by_the_import(name: st
     """Upstream's own words for a bad value, and for an empty one, are Python's."""
     command = ["-c", "import flashinfer"]
     bad = forked_python.run(command, cwd=REPO, env={**os.environ, name: "much"})
-    assert bad.stderr.splitlines()[-1].startswith("flashinfer.sm12x.variables.VariableError: ")
+    assert bad.stderr.splitlines()[-1].startswith("flashinfer_sm12x.variables.VariableError: ")
     assert f"{name} is 'much'; it may be " in bad.stderr
     empty = forked_python.run(command, cwd=REPO, env={**os.environ, name: ""})
     assert f"VariableError: {name} is empty; it may be " in empty.stderr

@@ -27,7 +27,7 @@ from flashinfer.sm12x.device_class import CLASSES, GB10, HOPPER, DeviceClass
 from flashinfer.sm12x.instances import Format
 from flashinfer.testing import DenseCase, DenseInputs, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, WEIGHTS, dense_inputs_with_not_numbers
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 def moved(device: torch.device, inputs: DenseInputs) -> DenseInputs:

@@ -23,7 +23,7 @@ from flashinfer.testing import (
     make_norm_inputs,
     normed_dense_reference,
 )
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 def random_call(device: torch.device, case: DenseCase, seed: int, adds: bool = True) -> tuple[Any, dict[str, Any]]:

@@ -17,7 +17,7 @@ from flashinfer.sm12x import devices
 from flashinfer.sm12x.instances import GEMM_INSTANCES
 from flashinfer.testing import check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 def with_tactic(inputs: dict[str, torch.Tensor], tactic: int | None, out: torch.Tensor | None = None) -> torch.Tensor:

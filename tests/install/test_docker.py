@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import shlex
 import shutil
@@ -17,8 +17,8 @@ import pytest
 from documents import code_lines
 from layer_toys import REPO
 
-from flashinfer.sm12x.host_memory import SHARE
-from flashinfer_sm12x_doctor import checks
+from flashinfer_sm12x.doctor import checks
+from flashinfer_sm12x.host_memory import SHARE
 
 DOCKER = REPO / "docker"
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.dev"]
@@ -26,13 +26,8 @@ RECIPES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.dev"]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("chroot_test", DOCKER / "chroot_test.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(DOCKER))
+    return importlib.import_module("chroot_test")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

@@ -20,12 +20,13 @@ import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, Run, write_wheel
 from packaging.requirements import Requirement
 
-from flashinfer._version import TESTED_VERSIONS, UPSTREAM_DISTRIBUTION, __fork_version__
+from flashinfer_sm12x.versions import TESTED_VERSIONS, UPSTREAM_DISTRIBUTION, __fork_version__
 
 pytestmark = pytest.mark.privileges
 
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
-PACKAGES = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm")
+PACKAGES = ("flashinfer", "flashinfer_sm12x")
+TREE = "flashinfer_sm12x_tree"
 WHERE = "import flashinfer; print(flashinfer.__file__)"
 
 
@@ -88,9 +89,9 @@ def test_the_wheels_touch_nothing_of_upstreams(normal, editable) -> None:
     for archive in (normal, editable):
         tops = {name.split("/")[0] for name in archive.namelist()}
         info = {name for name in tops if name.endswith(".dist-info")}
-        assert tops - info <= {"flashinfer_sm12x", "_flashinfer_sm12x.py", "flashinfer_sm12x.pth"}
+        assert tops - info <= {TREE, "_flashinfer_sm12x.py", "flashinfer_sm12x.pth"}
         assert len(info) == 1
-    assert not any(name.startswith("flashinfer_sm12x/") for name in editable.namelist())
+    assert not any(name.startswith(f"{TREE}/") for name in editable.namelist())
 
 
 def test_metadata(normal) -> None:
@@ -109,16 +110,16 @@ def test_metadata(normal) -> None:
 
 
 def test_the_tree_travels(normal, checkout: Path) -> None:
-    shipped = {name for name in normal.namelist() if name.startswith("flashinfer_sm12x/")}
+    shipped = {name for name in normal.namelist() if name.startswith(f"{TREE}/")}
     wanted = {
-        f"flashinfer_sm12x/{file.relative_to(checkout)}"
+        f"{TREE}/{file.relative_to(checkout)}"
         for top in (*PACKAGES, "include", "csrc", "3rdparty")
         for file in (checkout / top).rglob("*")
         if file.is_file() and file.suffix != ".pyc"
     }
-    assert shipped == wanted | {"flashinfer_sm12x/LICENSE", "flashinfer_sm12x/NOTICE"}
-    assert "flashinfer_sm12x/flashinfer/py.typed" in shipped
-    assert "flashinfer_sm12x/3rdparty/cutlass/README.md" in shipped
+    assert shipped == wanted | {f"{TREE}/LICENSE", f"{TREE}/NOTICE"}
+    assert f"{TREE}/flashinfer/py.typed" in shipped
+    assert f"{TREE}/3rdparty/cutlass/README.md" in shipped
 
 
 def test_of_a_cutlass_checkout_only_the_headers_travel(build, checkout: Path, tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_import_finds_the_fork(request, environment, checkout: Path, kind: str, 
             archive.extractall(environment.site)
         else:
             write_wheel(environment.site, WHEEL_FILES)
-    tree = checkout if kind == "editable" else environment.site / "flashinfer_sm12x"
+    tree = checkout if kind == "editable" else environment.site / TREE
     code = (
         "import flashinfer; from flashinfer._layer import fork_root, wheel_root; "
         "print(flashinfer.__file__, flashinfer.__path__[1], fork_root(), wheel_root(), sep='\\n')"
@@ -224,7 +225,7 @@ def test_vllms_plugin_is_found_however_the_fork_is_there(request, environment, k
         print(*{(entry.name, entry.load().__module__) for entry in found})
     """
     path = (REPO,) if kind == "PYTHONPATH" else ()
-    assert environment.run("-c", code, path=path).stdout == "('flashinfer_sm12x', 'flashinfer_sm12x_vllm')\n"
+    assert environment.run("-c", code, path=path).stdout == "('flashinfer_sm12x', 'flashinfer_sm12x.vllm')\n"
 
 
 class Pip:
@@ -293,14 +294,14 @@ def test_installing_again_replaces(pip: Pip, fresh: Path, first: str, second: st
     gone = fresh / "csrc" / "gone.cu"
     gone.touch()
     pip.install(*INSTALLS[first], fresh)
-    assert ("flashinfer_sm12x/csrc/gone.cu" in pip.left()) == (first == "normal")
+    assert (f"{TREE}/csrc/gone.cu" in pip.left()) == (first == "normal")
     gone.unlink()
-    version = fresh / "flashinfer" / "_version.py"
+    version = fresh / "flashinfer_sm12x" / "versions.py"
     version.write_text(re.sub(r'(__fork_version__ = )".*"', r'\1"9.9"', version.read_text()))
     pip.install(*INSTALLS[second], fresh)
     assert {name for name in pip.left() if name.endswith(".dist-info")} == {"flashinfer_sm12x-9.9.dist-info"}
-    assert ("flashinfer_sm12x" in pip.left()) == (second == "normal")
-    assert "flashinfer_sm12x/csrc/gone.cu" not in pip.left()
+    assert (TREE in pip.left()) == (second == "normal")
+    assert f"{TREE}/csrc/gone.cu" not in pip.left()
     pip("uninstall", "--yes", "flashinfer-sm12x")
     assert pip.left() == set()
 
@@ -310,7 +311,7 @@ def test_an_upgrade_of_what_was_imported_leaves_no_old_module(pip: Pip, fresh: P
     package = fresh / "flashinfer" / "sm12x_old"
     package.mkdir()
     (package / "__init__.py").write_text("old = True\n")
-    installed = pip.site / "flashinfer_sm12x" / "flashinfer"
+    installed = pip.site / TREE / "flashinfer"
     pip.install(fresh)
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import sm12x_old"
     subprocess.run([pip.python, "-c", code], check=True, env={})
@@ -320,6 +321,49 @@ def test_an_upgrade_of_what_was_imported_leaves_no_old_module(pip: Pip, fresh: P
     assert not (installed / "sm12x_old").exists(), "a folder that is left is a package that can be imported"
     pip("uninstall", "--yes", "flashinfer-sm12x")
     assert [*pip.site.glob("*flashinfer*")] == []
+
+
+def test_an_upgrade_over_the_first_layout(pip: Pip, fresh: Path, tmp_path: Path) -> None:
+    """Version 0.1.0 kept its tree in ``flashinfer_sm12x/``, which is a package's name now, and had three packages."""
+    old = tmp_path / "old"
+    parts = ("flashinfer/__init__.py", "flashinfer/_layer.py", "flashinfer/_version.py", "csrc/old.cu", "LICENSE")
+    parts += tuple(f"flashinfer_sm12x_{name}/__init__.py" for name in ("vllm", "doctor", "quantize"))
+    about = "Metadata-Version: 2.1\nName: flashinfer-sm12x\nVersion: 0.1.0\n"
+    point = "[vllm.general_plugins]\nflashinfer_sm12x = flashinfer_sm12x_vllm:register\n"
+    files = {
+        **{f"flashinfer_sm12x/{part}": "" for part in parts},
+        "_flashinfer_sm12x.py": (
+            "import os, sys\nsys.path.insert(0, os.path.join(os.path.dirname(__file__), 'flashinfer_sm12x'))\n"
+        ),
+        "flashinfer_sm12x.pth": "import _flashinfer_sm12x\n",
+        "flashinfer_sm12x-0.1.0.dist-info/METADATA": about,
+        "flashinfer_sm12x-0.1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "flashinfer_sm12x-0.1.0.dist-info/entry_points.txt": point,
+    }
+    record = "flashinfer_sm12x-0.1.0.dist-info/RECORD"
+    files[record] = "".join(f"{name},,\n" for name in (*files, record))
+    old.mkdir()
+    wheel = old / "flashinfer_sm12x-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    pip.install(wheel)
+    write_wheel(pip.site, WHEEL_FILES)
+    subprocess.run(
+        [pip.python, "-c", "import flashinfer_sm12x_vllm"], check=True, env={}, cwd=tmp_path
+    )  # bytecode, of no RECORD
+    pip.install("--upgrade", "--force-reinstall", fresh)
+    code = """if True:
+        import importlib.metadata, flashinfer, flashinfer_sm12x
+        points = importlib.metadata.entry_points(group="vllm.general_plugins")
+        print(flashinfer.__fork_version__, flashinfer_sm12x.__file__, *{each.load().__module__ for each in points})
+    """
+    done = subprocess.run([pip.python, "-c", code], check=True, env={}, cwd=tmp_path, capture_output=True, text=True)
+    package = pip.site / TREE / "flashinfer_sm12x" / "__init__.py"
+    assert done.stdout == f"{__fork_version__} {package} flashinfer_sm12x.vllm\n"
+    assert not [*pip.site.glob("flashinfer_sm12x/**/*.py")]
+    pip("uninstall", "--yes", "flashinfer-sm12x")
+    assert [path.name for path in pip.site.glob("*flashinfer_sm12x*")] == []
 
 
 HOOKS = [

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from layer_toys import REPO
 
-from flashinfer.jit.sm12x import toolchain
+from flashinfer_sm12x.build import toolchain
 
 NEWER = "13.5.37"
 SYSTEM = "/usr/bin:/bin"
@@ -123,7 +123,7 @@ def whole(nvcc: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     shutil.rmtree(root)
 
 
-DEFAULT = "from flashinfer.jit.sm12x import toolchain; toolchain.DEFAULT_ROOT = toolchain.Path({!r})\n"
+DEFAULT = "from flashinfer_sm12x.build import toolchain; toolchain.DEFAULT_ROOT = toolchain.Path({!r})\n"
 NO_DEFAULT = """if True:
     import os
 
@@ -163,7 +163,7 @@ def test_without_one_a_line_says_which_two_disagree_and_its_command_mends_it(vll
     assert not list(vllms.base.rglob("*.o"))
 
     question = "import sys; sys.argv[1:] = ['build']; import runpy; runpy.run_path({!r}, run_name='__main__')"
-    question = question.format(str(REPO / "flashinfer_sm12x_doctor" / "questions.py"))
+    question = question.format(str(REPO / "flashinfer_sm12x" / "doctor" / "questions.py"))
     said = vllms.run(NO_DEFAULT + question)
     assert disagree in said.stdout
 

@@ -15,9 +15,10 @@ import pytest
 from layer_toys import load_tool
 
 from flashinfer.jit import core, cpp_ext
-from flashinfer.jit.sm12x import diagnosis, modules, toolchain
-from flashinfer.jit.sm12x.build import CompileStep
+from flashinfer.jit.sm12x import modules
 from flashinfer.sm12x.instances import HOPPER, SM12X, Instance
+from flashinfer_sm12x.build import diagnosis, toolchain
+from flashinfer_sm12x.build.engine import CompileStep
 
 compilers = load_tool("compilers")
 VERSIONS = compilers.chosen(os.environ.get("COMPILERS", "all").split())

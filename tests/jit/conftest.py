@@ -13,8 +13,7 @@ import pytest
 from jit_fakes import FAKE_COMPILER, Project, use_cache
 
 from flashinfer.jit import core
-from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import inspect_sass, toolchain
+from flashinfer_sm12x.build import engine, inspect_sass, toolchain
 
 
 @pytest.fixture(scope="session")

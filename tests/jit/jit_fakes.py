@@ -15,9 +15,9 @@ import pytest
 
 from flashinfer.jit import cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import modules, toolchain
+from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer_sm12x.build import engine, toolchain
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -I, --version; "compiles" by copying the text of the source and of the headers it includes.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import forked_python
 
-from flashinfer.jit.sm12x import inspect_sass
+from flashinfer_sm12x.build import inspect_sass
 
 
 def run_python(

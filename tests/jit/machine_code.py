@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jit_processes import named_barriers
 
-from flashinfer.jit.sm12x import inspect_sass, modules, report
+from flashinfer.jit.sm12x import modules, report
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
@@ -27,6 +27,7 @@ from flashinfer.sm12x.instances import (
     NVFP4,
     Instance,
 )
+from flashinfer_sm12x.build import inspect_sass
 
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashinfer import __main__ as command_line
-from flashinfer._version import UPSTREAM_VERSION, __fork_version__
 from flashinfer.jit.sm12x import cache as module_cache
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.modules import MODULES
+from flashinfer_sm12x.versions import UPSTREAM_VERSION, __fork_version__
 
 pytestmark = pytest.mark.privileges
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from jit_fakes import Project, needs_nvcc
 
-from flashinfer.jit.sm12x import content_key, modules
-from flashinfer.jit.sm12x.build import COMPILER_ENVIRONMENT, Keys
-from flashinfer.jit.sm12x.content_key import Files, namer, searched_by
+from flashinfer.jit.sm12x import modules
+from flashinfer_sm12x.build import content_key
+from flashinfer_sm12x.build.content_key import Files, namer, searched_by
+from flashinfer_sm12x.build.engine import COMPILER_ENVIRONMENT, Keys
 
 pytestmark = pytest.mark.privileges
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flashinfer.compilation_context as context
 from flashinfer.compilation_context import CompilationContext, parse_arch_list
-from flashinfer.sm12x import variables
+from flashinfer_sm12x import variables
 
 
 @pytest.mark.parametrize(

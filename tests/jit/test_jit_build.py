@@ -20,9 +20,8 @@ from pathlib import Path
 import pytest
 from jit_fakes import Project
 
-from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import toolchain
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer_sm12x.build import engine, toolchain
+from flashinfer_sm12x.build.diagnosis import JitBuildError
 
 pytestmark = pytest.mark.privileges
 

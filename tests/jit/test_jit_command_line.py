@@ -21,9 +21,10 @@ from jit_processes import run_python
 from layer_toys import REPO
 
 from flashinfer import __main__ as command_line
-from flashinfer.jit.sm12x import inspect_sass, modules
-from flashinfer.jit.sm12x.toolchain import ToolchainError
-from flashinfer_sm12x_doctor import questions
+from flashinfer.jit.sm12x import modules
+from flashinfer_sm12x.build import inspect_sass
+from flashinfer_sm12x.build.toolchain import ToolchainError
+from flashinfer_sm12x.doctor import questions
 
 
 def _invoke(*arguments: str) -> Result:

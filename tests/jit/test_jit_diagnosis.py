@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.jit.sm12x import build
-from flashinfer.jit.sm12x.diagnosis import (
+from flashinfer_sm12x.build import engine
+from flashinfer_sm12x.build.diagnosis import (
     WITHOUT_A_WORD,
     JitBuildError,
     explain_os_error,
@@ -172,10 +172,10 @@ def test_system_errors(number: int, expected: str, tmp_path: Path) -> None:
 def test_an_end_without_a_word_is_no_proof_that_memory_ran_out() -> None:
     """ninja before 1.12 does not tell the status, so a compiler that does nothing looks like one that was killed."""
     output = "FAILED: {}obj/a.o \nnvcc -c a.cu -o obj/a.o\nninja: build stopped: subcommand failed.\n"
-    name, status, said = build._failure(1, output.format(""))
+    name, status, said = engine._failure(1, output.format(""))
     assert (name, said) == ("a.o", WITHOUT_A_WORD)
     assert was_killed(status, said), "it is tried again alone"
     hint = hint_for(status, said) or ""
     assert "memory ran out" in hint
     assert "--version" in hint
-    assert build._failure(1, output.format("[code=1] ")) == ("a.o", 1, "")
+    assert engine._failure(1, output.format("[code=1] ")) == ("a.o", 1, "")

@@ -17,7 +17,7 @@ from jit_fakes import Project, small_spec
 from flashinfer.jit import cpp_ext, utils
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer_sm12x.build.diagnosis import JitBuildError
 
 CLONE_NEWNS, MS_PRIVATE, MS_REC = 0x20000, 1 << 18, 1 << 14
 

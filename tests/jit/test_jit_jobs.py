@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from jit_fakes import Project
 
-from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import jobs, toolchain
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.jobs import DEFAULT_JOB_MEMORY, GIB, available_memory, parallel_jobs, usable_cores
-from flashinfer.jit.sm12x.toolchain import ToolchainError
+from flashinfer_sm12x.build import engine, jobs, toolchain
+from flashinfer_sm12x.build.diagnosis import JitBuildError
+from flashinfer_sm12x.build.jobs import DEFAULT_JOB_MEMORY, GIB, available_memory, parallel_jobs, usable_cores
+from flashinfer_sm12x.build.toolchain import ToolchainError
 
 MIB = 1 << 20
 

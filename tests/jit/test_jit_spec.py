@@ -21,11 +21,12 @@ from jit_processes import answer_of, named_barriers, printed_by
 from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
-from flashinfer.jit.sm12x import diagnosis, inspect_sass, modules, toolchain
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.report import as_table, instance_rows
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import INSTANCES, MAIN_MODULE, NVFP4, Instance, index_of, is_alone
+from flashinfer_sm12x.build import diagnosis, inspect_sass, toolchain
+from flashinfer_sm12x.build.diagnosis import JitBuildError
 
 pytestmark = pytest.mark.usefixtures("workspace")
 
@@ -306,7 +307,7 @@ def test_pip_toolkit_alone_is_enough(gxx: str, workspace: Path) -> None:
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
     environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
     code = (
-        "from pathlib import Path; from flashinfer.jit.sm12x import modules, toolchain;"
+        "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import toolchain;"
         f"toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});"
         "plan = modules.gen_fused_moe_module().plan;"
         "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from layer_toys import write_tree
 
-from flashinfer.jit.sm12x import toolchain
-from flashinfer.jit.sm12x.toolchain import ToolchainError, discover, link_shim, require_architectures
+from flashinfer_sm12x.build import toolchain
+from flashinfer_sm12x.build.toolchain import ToolchainError, discover, link_shim, require_architectures
 
 
 def make_toolkit(

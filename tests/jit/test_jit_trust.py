@@ -23,9 +23,10 @@ from jit_processes import run_python
 
 from flashinfer.jit import activation, core, cpp_ext, cute_dsl_core
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import modules, trust
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.trust import (
+from flashinfer.jit.sm12x import modules
+from flashinfer_sm12x.build import trust
+from flashinfer_sm12x.build.diagnosis import JitBuildError
+from flashinfer_sm12x.build.trust import (
     ALLOW_VARIABLE,
     UntrustedCacheError,
     make_folder,

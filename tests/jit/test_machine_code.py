@@ -17,9 +17,10 @@ import pytest
 
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
-from flashinfer.jit.sm12x import build, modules, toolchain
+from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import INSTANCES, MOE_MODULES, is_alone
+from flashinfer_sm12x.build import engine, toolchain
 
 pytestmark = pytest.mark.usefixtures("nvcc", "cuobjdump")
 
@@ -40,7 +41,7 @@ def embedding_ptx(generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.Monk
     ninja, largest = folder / "ninja", folder / "largest"
     ninja.write_text(NINJA.format(python=sys.executable, ninja=toolchain.find_ninja(), largest=str(largest)))
     ninja.chmod(0o755)
-    monkeypatch.setattr(build, "find_ninja", lambda: str(ninja))
+    monkeypatch.setattr(engine, "find_ninja", lambda: str(ninja))
     spec = generate()
     report = spec.build(need_lock=True)
     if report.compiled:

@@ -26,9 +26,9 @@ from flashinfer.jit import core
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules, prebuilt
 from flashinfer.jit.sm12x import spec as spec_module
-from flashinfer.jit.sm12x.content_key import hash_file
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import HOPPER, SM12X
+from flashinfer_sm12x.build.content_key import hash_file
 
 
 @pytest.fixture(scope="module")

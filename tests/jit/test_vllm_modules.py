@@ -24,9 +24,9 @@ from layer_toys import REPO, Run
 import flashinfer.decode as decode
 from flashinfer.jit import cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer_sm12x.build import engine
+from flashinfer_sm12x.build.diagnosis import JitBuildError
 
 xqa = importlib.import_module("flashinfer.xqa")  # the package has a function of that name
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -22,8 +22,8 @@ import pytest
 import torch
 import tvm_ffi
 
-from flashinfer._version import __fork_version__
-from flashinfer.jit.sm12x import inspect_sass
+from flashinfer_sm12x.build import inspect_sass
+from flashinfer_sm12x.versions import __fork_version__
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]

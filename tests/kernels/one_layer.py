@@ -21,9 +21,10 @@ from virtual_moe import run_moe
 
 from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import modules, toolchain
+from flashinfer.jit.sm12x import modules
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer_sm12x.build import toolchain
 
 SEED = 31
 CASE = MoECase(num_tokens=3, hidden=256, inter=128, num_experts=4, top_k=2, mode=1)

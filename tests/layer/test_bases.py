@@ -15,7 +15,7 @@ from layer_toys import REPO
 from other_wheels import downloaded, environment_with
 from packaging.requirements import Requirement
 
-from flashinfer._version import TESTED_VERSIONS, UPSTREAM_DISTRIBUTION
+from flashinfer_sm12x.versions import TESTED_VERSIONS, UPSTREAM_DISTRIBUTION
 
 OTHERS = [version for version in TESTED_VERSIONS if version != importlib.metadata.version(UPSTREAM_DISTRIBUTION)]
 

@@ -16,22 +16,21 @@ OFF = {"FLASHINFER_SM12X_MOE": "0"}
 FILES = {
     **WHEEL_FILES,
     "__main__.py": "import sys\nprint('upstream main', sys.argv[1:])\ndef cli(): print('upstream cli')\n",
-    "_version.py": "NAME = 'of upstream'\n",  # a name that the fork has, too
 }
 ABOUT = """
 import importlib, json, pickle, pkgutil, sys
 from importlib import resources
-import flashinfer, flashinfer.ops.core as core, flashinfer._version as version
+import flashinfer, flashinfer.ops.core as core
 print(json.dumps({
     "about": [str(getattr(flashinfer, name)) for name in ("__file__", "__path__", "__doc__", "__cached__", "__package__")],
     "spec": {name: str(value) for name, value in vars(flashinfer.__spec__).items() if name != "loader"},
     "loader": [type(flashinfer.__loader__).__name__, flashinfer.__loader__ is flashinfer.__spec__.loader],
     "names": sorted(vars(flashinfer)),
-    "modules": sorted((name, module.__file__) for name, module in sys.modules.items() if name.startswith("flashinfer")),
+    "modules": sorted((name, module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "flashinfer"),
     "found": importlib.util.find_spec("flashinfer.ops").origin,
     "listed": sorted(module.name for module in pkgutil.walk_packages(flashinfer.__path__, "flashinfer.")),
     "resource": str(resources.files("flashinfer") / "table.json"), "data": str(core.DATA),
-    "pickled": [pickle.dumps(each).hex() for each in (core.Spec, core.call)], "called": core.call(), "version": version.NAME,
+    "pickled": [pickle.dumps(each).hex() for each in (core.Spec, core.call)], "called": core.call(),
 }))
 """
 
@@ -46,7 +45,7 @@ def about(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
 
 
 def warning(version: str, site: Path, python: Path | str = sys.executable) -> str:
-    from flashinfer._version import TESTED_VERSIONS, __fork_version__
+    from flashinfer_sm12x.versions import TESTED_VERSIONS, __fork_version__
 
     return (
         f"flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: flashinfer-python {version} in "
@@ -153,7 +152,7 @@ def test_where_upstream_itself_fails_it_fails_as_without_the_fork_and_may_be_tri
         try:
             import flashinfer
         except OSError as error:
-            print(error, [name for name in sys.modules if name.startswith("flashinfer")])
+            print(error, [name for name in sys.modules if name.partition(".")[0] == "flashinfer"])
         open({str(missing)!r}, "w").close()
         import flashinfer
         print(flashinfer.x.__name__)
@@ -181,7 +180,8 @@ import json, pickle, sys
 import flashinfer, flashinfer.fused_moe, flashinfer.gemm, flashinfer.jit.env as env
 print(json.dumps({
     "names": [sorted(vars(each)) for each in (flashinfer, flashinfer.fused_moe, flashinfer.gemm)],
-    "modules": sorted((n, str(getattr(m, "__file__", ""))) for n, m in sys.modules.items() if n.startswith("flashinfer")),
+    "modules": sorted((n, str(getattr(m, "__file__", ""))) for n, m in sys.modules.items()
+                      if n.partition(".")[0] == "flashinfer"),
     "pickled": pickle.dumps(flashinfer.fused_moe.cutlass_fused_moe).hex(), "data": str(env.FLASHINFER_DATA),
 }))
 """

@@ -62,8 +62,8 @@ from flashinfer.testing import (
 from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.moe_layers import case_of
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
-from flashinfer_sm12x_doctor.probe.timing import captured
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.timing import captured
 
 KINDS = ((0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4"))
 """Modes and formats of experts."""

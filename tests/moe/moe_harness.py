@@ -12,8 +12,8 @@ from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.instances import SM12X, Instance
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
-from flashinfer_sm12x_doctor.probe.timing import captured
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.timing import captured
 
 
 @dataclasses.dataclass

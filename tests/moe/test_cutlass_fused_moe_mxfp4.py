@@ -29,7 +29,7 @@ from flashinfer.testing import (
     unswizzle_scales,
 )
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 MODES = (0, 1, 2)
 

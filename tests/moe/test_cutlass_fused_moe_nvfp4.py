@@ -24,7 +24,7 @@ from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_PAIRS
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 def test_a_layer(device: torch.device) -> None:

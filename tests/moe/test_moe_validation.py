@@ -17,7 +17,7 @@ from operator_calls import workspace_sizes
 from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.fused_moe.sm12x_validation import MoECall, validate
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 Arguments = dict[str, Any]
 CASE = MoECase(6, 160, 96, 8, 3, 0)

@@ -17,8 +17,8 @@ from flashinfer.sm12x.instances import MAIN_MODULE
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
-from flashinfer_sm12x_doctor.probe import arrivals, launches, layer, mma, parts, timing
-from flashinfer_sm12x_doctor.probe.target import NoTargetError, Target, find_target
+from flashinfer_sm12x.doctor.probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer_sm12x.doctor.probe.target import NoTargetError, Target, find_target
 
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 KINDS = pytest.mark.parametrize("name", mma.KINDS)

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import flashinfer_sm12x_doctor as doctor
+import flashinfer_sm12x.doctor as doctor
 from flashinfer.jit.sm12x import modules
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
-from flashinfer_sm12x_doctor import asking, questions
-from flashinfer_sm12x_doctor.probe import PARTS, TOKENS, arrivals, launches, layer, mma, parts, timing
-from flashinfer_sm12x_doctor.probe.target import Target
-from flashinfer_sm12x_doctor.probe_checks import PROBE_CHECKS
+from flashinfer_sm12x.doctor import asking, questions
+from flashinfer_sm12x.doctor.probe import PARTS, TOKENS, arrivals, launches, layer, mma, parts, timing
+from flashinfer_sm12x.doctor.probe.target import Target
+from flashinfer_sm12x.doctor.probe_checks import PROBE_CHECKS
 
 GB10 = (12, 1)
 

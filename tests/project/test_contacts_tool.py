@@ -106,7 +106,7 @@ GONE = " is gone"
 )
 def test_a_contact_is_asked_of_sources(sources, module: str, text: str, said: str) -> None:
     moved = tool.Moved(sources)
-    found = moved.probe(moved.contacts.parse(module, text))
+    found = moved.probe(tool.contacts.parse(module, text))
     assert found.endswith(said)
     assert bool(found) == bool(said)
 

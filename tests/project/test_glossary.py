@@ -18,12 +18,12 @@ from layer_toys import REPO
 from flashinfer.fused_moe.sm12x_validation import Mode
 
 CXX = ("include", "csrc")
-PYTHON = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm", "benchmarks")
+PYTHON = ("flashinfer", "flashinfer_sm12x", "benchmarks")
 FAMILIES = {
     "flashinfer/sm12x_decode.py": "kDecode",
     "flashinfer/fused_moe/sm12x_router.py": "kRouter",
-    "flashinfer_sm12x_doctor/probe/arrivals.py": "kOrder",
-    "flashinfer_sm12x_doctor/probe/mma.py": "kMma",
+    "flashinfer_sm12x/doctor/probe/arrivals.py": "kOrder",
+    "flashinfer_sm12x/doctor/probe/mma.py": "kMma",
 }
 """Modules whose constants lack the prefix that those of their kernels have."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
 from layer_toys import REPO
 
-PACKAGES = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm")
+PACKAGES = ("flashinfer", "flashinfer_sm12x")
 MODULES = {
     ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
@@ -21,7 +24,8 @@ MODULES = {
 # Folders and modules from the ground up; each may import those above it in this list, and none below. Upstream's
 # package jit, with ours in it, is one place.
 ORDER = """
-flashinfer._version
+flashinfer_sm12x
+flashinfer_sm12x.build
 flashinfer._layer
 flashinfer.sm12x
 flashinfer
@@ -36,15 +40,15 @@ flashinfer.sm12x_decode_layer
 flashinfer.decode
 flashinfer.experimental
 flashinfer.testing
-flashinfer_sm12x_quantize
-flashinfer_sm12x_vllm
-flashinfer_sm12x_doctor.probe
-flashinfer_sm12x_doctor
+flashinfer_sm12x.quantize
+flashinfer_sm12x.vllm
+flashinfer_sm12x.doctor.probe
+flashinfer_sm12x.doctor
 flashinfer.__main__
 """.split()
 
 # They measure and check the kernels on a user's machine, with the references.
-MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer_sm12x_doctor.probe")
+MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer_sm12x.doctor.probe")
 
 
 def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -94,6 +98,34 @@ def test_imports_run_one_way() -> None:
     back = {(module, name) for module, names in GRAPH.items() for name in names if place(name) > place(module)}
     assert not back
     assert {place(module) for module in MODULES} == set(range(len(ORDER))), "a name that nothing bears"
+
+
+BASE = [
+    module
+    for module in MODULES
+    if module.startswith("flashinfer_sm12x")
+    and not module.startswith(tuple(f"flashinfer_sm12x.{name}" for name in ("vllm", "doctor", "quantize")))
+]
+
+
+def test_the_base_package_imports_neither_flashinfer_nor_torch() -> None:
+    """Nothing but the standard library and packaging: it runs before ``import flashinfer`` may, in any environment."""
+    assert {"flashinfer_sm12x.versions", "flashinfer_sm12x.variables", "flashinfer_sm12x.build.engine"} <= set(BASE)
+    code = f"""if True:
+        import importlib, json, sys
+        before = set(sys.modules)
+        for name in {BASE!r}:
+            importlib.import_module(name)
+        tops = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+        print(json.dumps(sorted(tops - sys.stdlib_module_names)))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert set(json.loads(done.stdout)) == {"flashinfer_sm12x", "packaging"}
+
+
+def test_no_module_is_loaded_by_its_path_or_forged() -> None:
+    forged = re.compile(r"spec_from_file_location|ModuleType\(|sys\.modules\[[^]]*\] = ")
+    assert [module for module, path in MODULES.items() if forged.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_nothing_that_users_run_imports_testing() -> None:

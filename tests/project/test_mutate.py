@@ -173,7 +173,7 @@ def test_a_baseline_that_did_not_run_is_none(toy: Path, tmp_path: Path, monkeypa
         (0, "3 passed in 1.0s", "survived"),
         (0, "3 skipped in 1.0s", "broken"),
         (1, "FAILED tests/a.py::test_b[x y] - AssertionError: no", "caught"),
-        (1, "E   flashinfer.jit.sm12x.diagnosis.JitBuildError: building m failed: a.cu: error", "broken"),
+        (1, "E   flashinfer_sm12x.build.diagnosis.JitBuildError: building m failed: a.cu: error", "broken"),
         (2, "ERROR tests/a.py", "broken"),
         (4, "ERROR: not found: tests/a.py::test_c", "broken"),
         (-9, "", "caught"),

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from layer_toys import REPO, UPSTREAM, load_tool
 
-from flashinfer import _layer, _version
+from flashinfer import _layer
+from flashinfer_sm12x import versions
 
 
 def create_env(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -25,9 +26,9 @@ def create_env(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def test_pins_agree() -> None:
-    """The versions that a release moves stand in ``_version.py``, in ``requirements.txt`` (``test_bases.py`` compares)
+    """The versions that a release moves stand in ``versions.py``, in ``requirements.txt`` (``test_bases.py`` compares)
     and here."""
-    assert _version.TESTED_VERSIONS[0] == _version.UPSTREAM_VERSION == UPSTREAM
+    assert versions.TESTED_VERSIONS[0] == versions.UPSTREAM_VERSION == UPSTREAM
     assert _layer.wheel_root().name == "flashinfer"
 
 

@@ -15,7 +15,7 @@ import pytest
 from documents import FENCE, code_lines, serve_commands, tracked
 from layer_toys import REPO
 
-from flashinfer.sm12x.host_memory import SHARE
+from flashinfer_sm12x.host_memory import SHARE
 
 ONLY_LINK = re.compile(r"\W*\[[^]]*\]\([^)]*\)\W*")
 
@@ -132,7 +132,7 @@ def test_pages_named_in_code_messages_and_comments_exist() -> None:
 
 
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
-    import flashinfer_sm12x_doctor as doctor
+    import flashinfer_sm12x.doctor as doctor
     from flashinfer.__main__ import _group
 
     for page, (_, _, _, *words) in commands("python -m flashinfer"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import forked_python
 import pytest
 
-from flashinfer.sm12x import host_memory
+from flashinfer_sm12x import host_memory
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("*.py") if path.name != "vllm_server.py")

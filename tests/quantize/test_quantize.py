@@ -19,11 +19,11 @@ from toy_llama import llama, some_windows
 from flashinfer.__main__ import _group
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS, dequantize_rows, quantize_rows
 from flashinfer.quantization.error_feedback import quantize_with_feedback
-from flashinfer_sm12x_quantize import command, folder, manifest, measure, models, run, texts
-from flashinfer_sm12x_quantize.choice import Choice
-from flashinfer_sm12x_quantize.folder import Folder
-from flashinfer_sm12x_quantize.manifest import MANIFEST, FolderError
-from flashinfer_sm12x_quantize.run import QUANTIZED, ROUNDED, QuantizeError, Run, gram
+from flashinfer_sm12x.quantize import command, folder, manifest, measure, models, run, texts
+from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.folder import Folder
+from flashinfer_sm12x.quantize.manifest import MANIFEST, FolderError
+from flashinfer_sm12x.quantize.run import QUANTIZED, ROUNDED, QuantizeError, Run, gram
 
 MIXED = {"qkv": "mxfp6", "o": "nvfp4", "lm_head": "mxint8"}
 FILES = ["lm_head.safetensors", *(f"model.layers.{i}.self_attn.safetensors" for i in range(2))]

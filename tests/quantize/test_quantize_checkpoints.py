@@ -28,10 +28,10 @@ from test_quantize_files import cases, places, small_disk
 from toy_llama import llama
 
 from flashinfer.__main__ import _group
-from flashinfer_sm12x_quantize import checkpoint, command, endings, gpt_oss, models, run
-from flashinfer_sm12x_quantize.files import FolderError, UserError
-from flashinfer_sm12x_quantize.folder import Folder
-from flashinfer_sm12x_quantize.manifest import MANIFEST, UNFINISHED
+from flashinfer_sm12x.quantize import checkpoint, command, endings, gpt_oss, models, run
+from flashinfer_sm12x.quantize.files import FolderError, UserError
+from flashinfer_sm12x.quantize.folder import Folder
+from flashinfer_sm12x.quantize.manifest import MANIFEST, UNFINISHED
 
 __all__ = ["small_disk"]  # a fixture
 
@@ -377,7 +377,7 @@ def hub(status: int, code: str) -> Iterator[str]:
         server.shutdown()
 
 
-LOOK = "import sys; from flashinfer_sm12x_quantize import manifest\ntry: manifest.located(sys.argv[1])\n"
+LOOK = "import sys; from flashinfer_sm12x.quantize import manifest\ntry: manifest.located(sys.argv[1])\n"
 LOOK += "except manifest.FolderError as error: print(error)"
 
 
@@ -557,7 +557,7 @@ def test_ctrl_c_says_that_a_new_run_goes_on_and_it_does(
     files = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "f")}
     assert [path.read_bytes() for path in files["f"]] == [path.read_bytes() for path in files["whole"]]
     monkeypatch.setattr(
-        "flashinfer_sm12x_quantize.command.opened", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
+        "flashinfer_sm12x.quantize.command.opened", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
     )
     status, said = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "g"))
     assert (status, said) == (1, "Error: interrupted; nothing was written\n")

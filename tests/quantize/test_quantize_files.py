@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from toy_llama import llama, some_windows
 
-from flashinfer_sm12x_quantize import files, manifest, measure
-from flashinfer_sm12x_quantize.choice import Choice
-from flashinfer_sm12x_quantize.files import FolderError, read_fields, read_text, replace_bytes, require_writable
-from flashinfer_sm12x_quantize.folder import Folder
-from flashinfer_sm12x_quantize.manifest import MANIFEST
-from flashinfer_sm12x_quantize.run import Run
+from flashinfer_sm12x.quantize import files, manifest, measure
+from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.files import FolderError, read_fields, read_text, replace_bytes, require_writable
+from flashinfer_sm12x.quantize.folder import Folder
+from flashinfer_sm12x.quantize.manifest import MANIFEST
+from flashinfer_sm12x.quantize.run import Run
 
 FORMATS = {"qkv": "nvfp4", "o": "mxfp8", "lm_head": "mxint8"}
 LAYER = "model.layers.0.self_attn"

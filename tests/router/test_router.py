@@ -16,7 +16,7 @@ from flashinfer.testing.router_reference import (
     with_one_element,
     with_small_rows,
 )
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.sm12x.counted import counted
-from flashinfer.sm12x.files import json_file, json_object, written_whole
+from flashinfer_sm12x.counted import counted
+from flashinfer_sm12x.files import json_file, json_object, written_whole
 
 
 class Full(Exception):

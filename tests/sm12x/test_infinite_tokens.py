@@ -11,7 +11,7 @@ from flashinfer.fused_moe import cutlass_fused_moe
 from flashinfer.gemm import dense_block_scaled
 from flashinfer.testing import DenseInputs, MoEInputs
 from flashinfer.testing.dense_reference import WEIGHTS
-from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 
 TOKENS = (1, 8, 9, 64, 65, 300)
 

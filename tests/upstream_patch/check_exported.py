@@ -7,7 +7,6 @@ docs/development.md has the outcome.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -37,13 +36,12 @@ needs_checkout = pytest.mark.skipif(
 ON_A_GPU = "of_models or cuda_graph"
 
 # Programs that compile upstream's headers and run on the virtual GPU.
-_SPEC = importlib.util.spec_from_file_location("upstream_programs", REPO / "emulator/tests/upstream/conftest.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_PROGRAMS = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_PROGRAMS)
-toolkit, shim, compile_cuda = _PROGRAMS.toolkit, _PROGRAMS.shim, _PROGRAMS.compile_cuda
-compile_upstream, run_watched = _PROGRAMS.compile_upstream, _PROGRAMS.run_watched
+sys.path += [str(REPO / "emulator/tests"), str(REPO / "emulator/tests/upstream")]
+import programs  # noqa: E402
+import upstream_programs  # noqa: E402
+
+toolkit, shim, compile_cuda = programs.toolkit, programs.shim, programs.compile_cuda
+compile_upstream, run_watched = upstream_programs.compile_upstream, upstream_programs.run_watched
 
 
 @pytest.fixture(scope="session")

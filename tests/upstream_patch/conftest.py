@@ -78,7 +78,7 @@ def without_fork(jit_cache: Path) -> Run:
     the environment has ``VIRTUAL_GPU_PTX_ONLY``, which is half of the time.
     """
     from flashinfer.jit import cpp_ext
-    from flashinfer.jit.sm12x import inspect_sass
+    from flashinfer_sm12x.build import inspect_sass
 
     compiler = cpp_ext.find_toolkit().nvcc
     nvcc = jit_cache / "nvcc"

@@ -238,8 +238,8 @@ def test_its_machine_code_is_the_forks(group_gemm, jit_cache, tmp_path, monkeypa
     """The module that upstream's JIT made, with its flags, beside the one that the fork's own command makes of the
     fork's sources."""
     from flashinfer.jit.core import current_compilation_context
-    from flashinfer.jit.sm12x import inspect_sass
     from flashinfer.jit.sm12x.modules import gen_group_gemm_module
+    from flashinfer_sm12x.build import inspect_sass
 
     cuobjdump = inspect_sass.find_tool()
     (built,) = jit_cache.rglob(f"*{INSTANCE}.cuda.o")

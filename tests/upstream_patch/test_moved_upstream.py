@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer._version import UPSTREAM_VERSION
+from flashinfer_sm12x.versions import UPSTREAM_VERSION
 from tools.upstream_patch import edits, export, style, tree
 from tools.upstream_patch.compose import cxx_files, fork_text, with_definitions
 from tools.upstream_patch.topics import TEXT, TOPICS

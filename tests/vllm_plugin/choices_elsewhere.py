@@ -29,10 +29,10 @@ def choices(folder: str) -> dict[str, object]:
 if __name__ == "__main__":
     before = choices(sys.argv[1])
     began = time.process_time()
-    import flashinfer_sm12x_vllm
+    import flashinfer_sm12x.vllm
 
-    flashinfer_sm12x_vllm.register()
+    flashinfer_sm12x.vllm.register()
     seconds = time.process_time() - began
-    imported = sorted(name for name in sys.modules if name.startswith("flashinfer_sm12x_vllm."))
+    imported = sorted(name for name in sys.modules if name.startswith("flashinfer_sm12x.vllm."))
     after = choices(sys.argv[1])
     print("RESULT", json.dumps({"before": before, "after": after, "imported": imported, "seconds": seconds}))

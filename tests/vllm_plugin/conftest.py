@@ -56,7 +56,7 @@ def log() -> Iterator[list[str]]:
 
     from vllm import logger as vllm_logger
 
-    from flashinfer_sm12x_vllm import fallback
+    from flashinfer_sm12x.vllm import fallback
 
     fallback._logged.clear()
     for once in ("_print_info_once", "_print_warning_once"):

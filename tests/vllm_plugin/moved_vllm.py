@@ -68,8 +68,8 @@ if __name__ == "__main__":
     from test_vllm_models import ON_THE_CPU, TOKENS
     from vllm.model_executor.layers.attention import Attention
 
-    import flashinfer_sm12x_vllm
-    from flashinfer_sm12x_vllm import contacts
+    import flashinfer_sm12x.vllm
+    from flashinfer_sm12x.vllm import contacts
 
     Attention.forward = reference_attention.forward
     config = served.engine_config(folder, *ON_THE_CPU, *words)
@@ -78,7 +78,7 @@ if __name__ == "__main__":
         model = served.load_model(config) if ours else served.built(config)
         logits = served.logits(config, model, TOKENS) if ours else torch.zeros(1, 1)
         found = {
-            "outcome": flashinfer_sm12x_vllm.outcome,
+            "outcome": flashinfer_sm12x.vllm.outcome,
             "log": logged,
             "read": renamer.read,
             "kernels": served.kernels(model),

@@ -18,10 +18,10 @@ if __name__ == "__main__":
         from vllm.utils import flashinfer as seen
 
         import flashinfer
-        import flashinfer_sm12x_vllm
+        import flashinfer_sm12x.vllm
 
         found = {
-            "outcome": flashinfer_sm12x_vllm.outcome,
+            "outcome": flashinfer_sm12x.vllm.outcome,
             "log": logged,
             "flashinfer": [flashinfer.__file__, hasattr(flashinfer, "__fork_version__")],
             "kernels": served.kernels(model),

@@ -32,14 +32,14 @@ def main() -> int:
         config = served.engine_config(folder, "--gpu-memory-utilization", "0.7", "--additional-config", SPARK)
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    import flashinfer_sm12x_vllm
+    import flashinfer_sm12x.vllm
     from flashinfer.jit import cpp_ext
-    from flashinfer.jit.sm12x.toolchain import compiler_banner
+    from flashinfer_sm12x.build.toolchain import compiler_banner
 
     ours, theirs = cpp_ext.find_toolkit().nvcc, vllm_flashinfer._flashinfer_nvcc_path()
     found = {
         "quantization": type(config.quant_config).__name__,
-        "plugin": flashinfer_sm12x_vllm.outcome,
+        "plugin": flashinfer_sm12x.vllm.outcome,
         "has_flashinfer": vllm_flashinfer.has_flashinfer(),
         "nvcc": f"{ours}, vLLM's {theirs}",
     }

@@ -16,7 +16,7 @@ import pytest
 import touched
 from touched import OURS, Touch, Walk
 
-from flashinfer_sm12x_vllm import contacts
+from flashinfer_sm12x.vllm import contacts
 
 NAMES = {
     **{f"{file}: current_platform": "Platform" for file in ("compiler.py", "devices.py", "memory.py")},

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashinfer_sm12x_quantize.manifest import FolderError
-from flashinfer_sm12x_vllm import fallback, settings
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.quantize.manifest import FolderError
+from flashinfer_sm12x.vllm import fallback
 
 
 @pytest.fixture
@@ -55,8 +56,7 @@ class OfRefusal(fallback.Refusal): ...
         fallback.Refusal,
         OfRefusal,
         FolderError,
-        settings.variables.VariableError,
-        settings.load("sm12x/variables.py").VariableError,  # another class of the same name
+        variables.VariableError,
         KeyboardInterrupt,
         SystemExit,
     ],

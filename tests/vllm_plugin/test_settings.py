@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from whole_manifest import whole_manifest
 
-from flashinfer_sm12x_vllm import settings
-from flashinfer_sm12x_vllm.settings import Choice, Settings
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.vllm import settings
+from flashinfer_sm12x.vllm.settings import Choice, Settings
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +109,13 @@ def test_choices_that_exclude_each_other_end_the_start(monkeypatch, variable, gi
 @pytest.mark.parametrize("name", [settings.VARIABLE, "FLASHINFER_SM12X_MOE"])
 def test_0_switches_the_plugin_off_before_anything_of_it_is_imported(monkeypatch, caplog, name):
     """Also where the other variable has a bad value and the rest of the plugin is gone."""
-    import flashinfer_sm12x_vllm as plugin
+    import flashinfer_sm12x.vllm as plugin
 
     monkeypatch.setattr(plugin, "_registered", False)
     for each in (settings.VARIABLE, "FLASHINFER_SM12X_MOE"):
         monkeypatch.setenv(each, "on")
     monkeypatch.setenv(name, "0")
-    monkeypatch.setitem(sys.modules, "flashinfer_sm12x_vllm.settings", None)
+    monkeypatch.setitem(sys.modules, "flashinfer_sm12x.vllm.settings", None)
     plugin.register()
     assert plugin.outcome == f"{name}=0 switches it off"
     assert caplog.messages == [f"flashinfer-sm12x: {name}=0 switches it off"]
@@ -186,7 +187,7 @@ def test_a_mistake_in_the_variable_is_named(monkeypatch, value, words):
 @pytest.mark.parametrize("name", [settings.VARIABLE, "FLASHINFER_SM12X_MOE"])
 def test_a_bad_value_ends_the_start_and_all_else_that_fails_does_not(monkeypatch, name):
     """vLLM's own modules are absent here: asking for the GPU fails, behind the variable that switches the plugin."""
-    import flashinfer_sm12x_vllm as plugin
+    import flashinfer_sm12x.vllm as plugin
 
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=None))
@@ -212,7 +213,7 @@ def folder_of(path: Path, **formats: str) -> str:
 @pytest.mark.parametrize("preset", ["spark", "spark-mxfp8", ""])
 def test_a_folders_layers_are_as_the_folder_has_them_and_the_rest_as_a_preset(tmp_path, monkeypatch, preset):
     folder = folder_of(tmp_path / "f", qkv="nvfp4", o="mxfp6")
-    head = {"lm_head": settings.variables.PRESETS[preset]["lm_head"]} if preset else {}
+    head = {"lm_head": variables.PRESETS[preset]["lm_head"]} if preset else {}
     expected = Settings(qkv="nvfp4", o="mxfp6", dense=folder, **head)
     together = {"dense": folder, **({"preset": preset} if preset else {})}
     text = ",".join(filter(None, [preset, f"dense={folder}"]))
@@ -252,7 +253,7 @@ def test_a_choice_that_contradicts_the_folder_ends_the_start(tmp_path, monkeypat
     monkeypatch.setenv(settings.VARIABLE, variable)
     folder = folder_of(tmp_path / "f", qkv="mxfp6", lm_head="mxfp4")
     kind, option, weights = ("qkv", "qkv", "mxfp6") if said.startswith("qkv") else ("lm_head", "lm-head", "mxfp4")
-    with pytest.raises(settings.variables.VariableError) as error:
+    with pytest.raises(variables.VariableError) as error:
         settings.resolve({"sm12x": {"dense": folder, **given}})
     assert str(error.value) == (
         f"{said}{folder!r}, the folder under 'dense', has it in {weights}: leave {kind} out, or choose a folder that was "

@@ -46,7 +46,7 @@ def test_attention_is_forced_where_it_can_be_made(monkeypatch, reason):
     """vLLM's own question alone finds each of these compilers."""
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    from flashinfer_sm12x_vllm import attention, compiler
+    from flashinfer_sm12x.vllm import attention, compiler
 
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: False)
     attention.install()
@@ -73,7 +73,7 @@ def test_quantized_layers_are_refused_where_they_cannot_be_made(checkpoint_folde
 
 
 def test_without_ninja_nothing_is_compiled(monkeypatch):
-    from flashinfer_sm12x_vllm import compiler
+    from flashinfer_sm12x.vllm import compiler
 
     def none() -> str:
         raise compiler.toolchain.ToolchainError("no ninja")

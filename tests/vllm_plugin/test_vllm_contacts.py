@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_vllm_processes import start
 
-from flashinfer_sm12x_vllm import contacts
+from flashinfer_sm12x.vllm import contacts
 
 PLUGIN = Path(contacts.__file__).parent
 EVERY = [(part, contact) for part in contacts.TABLE for contact in contacts.contacts(part)]
@@ -136,7 +136,7 @@ def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch,
     holder, name = found(contact)
     written = inspect.getattr_static(holder, name)
     function = written.__func__ if isinstance(written, (staticmethod, classmethod)) else written
-    if function.__module__.startswith("flashinfer_sm12x_vllm"):  # vLLM's is what the plugin's closes over
+    if function.__module__.startswith("flashinfer_sm12x.vllm"):  # vLLM's is what the plugin's closes over
         function = next(
             cell.cell_contents
             for cell in function.__closure__

@@ -347,7 +347,7 @@ def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
 
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    from flashinfer_sm12x_vllm.model import reason_against
+    from flashinfer_sm12x.vllm.model import reason_against
 
     config, model = loaded({})
     assert reason_against(config, model.model) == ""
@@ -390,7 +390,7 @@ def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
 
 
 def test_modules_that_cannot_be_built_leave_the_steps_to_vllm(folder, log, monkeypatch):
-    from flashinfer_sm12x_vllm import model
+    from flashinfer_sm12x.vllm import model
 
     monkeypatch.setattr(model, "prepare", lambda _: "could not be built: nvcc was killed")
     config = engine(folder, {})

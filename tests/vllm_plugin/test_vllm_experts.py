@@ -153,7 +153,7 @@ def test_the_activations_parameters_are_vllms_choice(checkpoint_folder, door, ac
 
 # --- vLLM's interface, name by name -----------------------------------------------------------------------------------
 
-PLUGIN = Path(inspect.getfile(__import__("flashinfer_sm12x_vllm"))).parent
+PLUGIN = Path(inspect.getfile(__import__("flashinfer_sm12x.vllm"))).parent
 SOURCES = [ast.parse((PLUGIN / name).read_text()) for name in ("moe.py", "nvfp4.py", "model.py", "config.py")]
 
 
@@ -196,7 +196,7 @@ def test_a_call_reads_each_argument_that_is_not_harmless():
 def test_no_override_takes_what_it_does_not_name():
     from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 
-    from flashinfer_sm12x_vllm import moe, nvfp4
+    from flashinfer_sm12x.vllm import moe, nvfp4
 
     for cls in (moe.SM12xExperts, nvfp4.SM12xNvfp4Experts):
         for name in ("apply", "workspace_shapes"):
@@ -294,8 +294,8 @@ OTHER_ROWS = {"use_ep": True, "dp_size": 2}
 def test_a_layer_that_cannot_be_served_right_is_left_to_vllm(checkpoint_folder, weights, changes, reason):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    from flashinfer_sm12x_vllm import moe, nvfp4
-    from flashinfer_sm12x_vllm.settings import Settings
+    from flashinfer_sm12x.vllm import moe, nvfp4
+    from flashinfer_sm12x.vllm.settings import Settings
 
     if weights == "mxfp4" and set(changes) & {"has_bias", "in_dtype", "hidden_dim"}:
         pytest.skip("MXFP4 experts have biases and float16 tokens, and vLLM pads them")
@@ -317,8 +317,8 @@ def test_a_layer_that_cannot_be_served_right_is_left_to_vllm(checkpoint_folder, 
 def test_a_models_own_configuration_is_left_to_vllm(checkpoint_folder):
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-    from flashinfer_sm12x_vllm import moe
-    from flashinfer_sm12x_vllm.settings import Settings
+    from flashinfer_sm12x.vllm import moe
+    from flashinfer_sm12x.vllm.settings import Settings
 
     class OtherConfig(FusedMoEConfig):
         pass
@@ -333,8 +333,8 @@ def test_a_models_own_configuration_is_left_to_vllm(checkpoint_folder):
 
 
 def test_gathered_scales_are_in_a_layout_that_quantized_input_does_not_have(checkpoint_folder, log):
-    from flashinfer_sm12x_vllm import moe
-    from flashinfer_sm12x_vllm.settings import Settings
+    from flashinfer_sm12x.vllm import moe
+    from flashinfer_sm12x.vllm.settings import Settings
 
     config = serve(checkpoint_folder, {})
     with served.parallel_groups(config):
@@ -362,7 +362,7 @@ def test_gathered_scales_are_in_a_layout_that_quantized_input_does_not_have(chec
     ids=str,
 )
 def test_a_quantization_config_that_says_more_is_refused(checkpoint_folder, changes):
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     config = serve(checkpoint_folder, {})
     with served.parallel_groups(config):
@@ -423,7 +423,7 @@ class Router:
     ids=lambda change: ", ".join(change) if isinstance(change, dict) else "",
 )
 def test_a_decode_step_chooses_experts_of_gpt_osss_router_alone(checkpoint_folder, changes, reason):
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     config = serve(checkpoint_folder, {})
     with served.parallel_groups(config):

@@ -23,10 +23,10 @@ from test_vllm_processes import two_ranks
 
 from flashinfer.quantization import mx_cpu
 from flashinfer.quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
-from flashinfer_sm12x_quantize import models
-from flashinfer_sm12x_quantize.folder import Folder, join
-from flashinfer_sm12x_quantize.manifest import MANIFEST, UNFINISHED
-from flashinfer_sm12x_quantize.run import Run
+from flashinfer_sm12x.quantize import models
+from flashinfer_sm12x.quantize.folder import Folder, join
+from flashinfer_sm12x.quantize.manifest import MANIFEST, UNFINISHED
+from flashinfer_sm12x.quantize.run import Run
 
 __all__ = ["attention_in_pytorch"]  # a fixture
 
@@ -284,7 +284,7 @@ def test_of_the_checkpoint_no_more_is_held_than_vllm_holds(checkpoint_folder, ma
     """The tensors remembered until they are hashed are those that vLLM's loading has put aside for the layer."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    from flashinfer_sm12x_vllm import dense_folder
+    from flashinfer_sm12x.vllm import dense_folder
 
     seen: list[Any] = []
     weight = dense_folder.Layer.weight
@@ -307,7 +307,7 @@ def test_the_folder_may_be_a_name_on_the_hub(checkpoint_folder, made, monkeypatc
     """Asked once for its manifest and once for all of it, although every layer asks where its folder is."""
     import huggingface_hub
 
-    from flashinfer_sm12x_vllm import settings
+    from flashinfer_sm12x.vllm import settings
 
     monkeypatch.chdir(tmp_path)
     settings.located.cache_clear()
@@ -476,7 +476,7 @@ def test_a_folder_without_one_part_of_a_layer_is_refused_and_not_filled_up(
     checkpoint_folder, copied, monkeypatch, part
 ):
     """Before anything is loaded; and again by the layer, and by what vLLM loads into it, for each rank."""
-    from flashinfer_sm12x_vllm import dense_folder
+    from flashinfer_sm12x.vllm import dense_folder
 
     take_out(copied, part)
     kind = (
@@ -530,7 +530,7 @@ def test_of_a_checkpoint_the_files_are_read_that_vllm_reads(tmp_path, seed):
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
-    from flashinfer_sm12x_quantize import checkpoint as reader
+    from flashinfer_sm12x.quantize import checkpoint as reader
 
     print("seed", seed)
     draw = random.Random(seed)

@@ -17,7 +17,7 @@ import torch
 from test_vllm_models import TOKENS, attention_in_pytorch, logits, serve, table
 from vllm.platforms import current_platform
 
-from flashinfer_sm12x_vllm import (
+from flashinfer_sm12x.vllm import (
     attention,
     compiler,
     config,
@@ -31,7 +31,7 @@ from flashinfer_sm12x_vllm import (
     reach,
     settings,
 )
-from flashinfer_sm12x_vllm import table as table_module
+from flashinfer_sm12x.vllm import table as table_module
 
 __all__ = ["attention_in_pytorch"]
 VirtualGpu = type(current_platform)  # platform/'s, which vLLM must have loaded
@@ -57,7 +57,7 @@ def fail_for_the_plugin(monkeypatch: Any, holder: Any, attribute: str, error: ty
     real = getattr(holder, attribute)
 
     def asked(*given: Any, **named: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"].startswith("flashinfer_sm12x_vllm"):
+        if sys._getframe(1).f_globals["__name__"].startswith("flashinfer_sm12x.vllm"):
             raise error("injected")
         return real(*given, **named)
 
@@ -250,7 +250,7 @@ def test_vllms_own_question_is_asked_where_ours_fails(monkeypatch, log, name, er
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("part", ["experts", "nvfp4", "head", "attention"])
 def test_a_part_that_cannot_be_installed_leaves_the_others_installed(monkeypatch, log, part, error):
-    import flashinfer_sm12x_vllm as plugin
+    import flashinfer_sm12x.vllm as plugin
 
     installed = []
     for each in ("experts", "nvfp4", "head", "attention"):
@@ -269,8 +269,8 @@ def test_a_part_that_cannot_be_installed_leaves_the_others_installed(monkeypatch
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("probe", ["served", "upstream_alone"])
 def test_a_gpu_or_a_wheel_that_cannot_be_asked_leaves_all_to_vllm(monkeypatch, log, probe, error):
-    import flashinfer_sm12x_vllm as plugin
-    from flashinfer_sm12x_vllm import devices
+    import flashinfer_sm12x.vllm as plugin
+    from flashinfer_sm12x.vllm import devices
 
     if probe == "served":
         monkeypatch.setattr(devices, "served", failing(error))
@@ -304,7 +304,7 @@ def test_a_part_whose_contacts_cannot_be_asked_is_vllms(monkeypatch, log, probe,
 def test_the_model_class_is_vllms_where_choosing_it_fails(monkeypatch, log, error):
     from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-    from flashinfer_sm12x_vllm import model_class
+    from flashinfer_sm12x.vllm import model_class
 
     assert model_class._chosen() is model.SM12xGptOssForCausalLM
     monkeypatch.setattr(contacts, "module", failing(error))
@@ -391,7 +391,7 @@ def test_experts_of_other_models_are_vllms_where_their_selection_fails(
     module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The selections that :func:`ours_first` replaces are called by vLLM's methods, which catch nothing."""
-    ours = importlib.import_module(f"flashinfer_sm12x_vllm.{module}")
+    ours = importlib.import_module(f"flashinfer_sm12x.vllm.{module}")
     monkeypatch.setattr(fallback, "_logged", set())
 
     def fails(*_: object, **__: object) -> str:

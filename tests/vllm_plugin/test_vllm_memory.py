@@ -11,8 +11,8 @@ import served
 from test_vllm_models import attention_in_pytorch, logits, serve
 from vllm.config import CacheConfig
 
-from flashinfer.sm12x import host_memory as numbers
-from flashinfer_sm12x_vllm import memory
+from flashinfer_sm12x import host_memory as numbers
+from flashinfer_sm12x.vllm import memory
 
 __all__ = ["attention_in_pytorch"]
 

@@ -26,7 +26,7 @@ import torch
 from documents import serve_commands
 from whole_manifest import whole_manifest
 
-from flashinfer.sm12x.host_memory import SHARE
+from flashinfer_sm12x.host_memory import SHARE
 
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
@@ -163,7 +163,7 @@ def table(log: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     logits(checkpoint_folder, {})
     rows = table(log)
@@ -309,7 +309,7 @@ def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(chec
 
 
 def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_folder, log, monkeypatch):
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     monkeypatch.setattr(moe, "build", lambda *sizes: "fused_moe_120 could not be built: nvcc was killed")
     assert chosen_kernels(checkpoint_folder, {})["moe"] == "MARLIN MarlinExperts"
@@ -322,7 +322,7 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
     from flashinfer.fused_moe import sm12x_launch
     from flashinfer.sm12x.device_class import class_of
     from flashinfer.sm12x.instances import HOPPER, INSTANCES, is_alone
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
     monkeypatch.setenv("FLASHINFER_SM12X_MOE", "1")
@@ -370,7 +370,7 @@ def test_rows_of_padding_change_nothing_and_may_be_all(checkpoint_folder):
 
 def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, monkeypatch):
     """When a layer is quantized, the bf16 weights of those before it are gone and those after it not yet there."""
-    from flashinfer_sm12x_vllm import dense
+    from flashinfer_sm12x.vllm import dense
 
     alive: list[int] = []
     layers: list[Any] = []
@@ -410,8 +410,8 @@ LINES = [*documented_lines(), ({}, ["--quantization", "mxfp4"])]
 def test_the_documents_lines_start_a_server_as_far_as_the_engine(
     checkpoint_folder, tmp_path, monkeypatch, variables, words
 ):
-    from flashinfer_sm12x_vllm import dense_folder
-    from flashinfer_sm12x_vllm.settings import manifest
+    from flashinfer_sm12x.vllm import dense_folder
+    from flashinfer_sm12x.vllm.settings import manifest
 
     if any("DRAFT" in word for word in words):
         checkpoint.write_draft(tmp_path / "draft", 6, 64)
@@ -459,7 +459,7 @@ def test_vllm_and_this_fork_end_at_the_same_compiler(tmp_path, monkeypatch, plac
     """Also where two are there, and where pip's is another."""
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    from flashinfer.jit.sm12x import toolchain
+    from flashinfer_sm12x.build import toolchain
 
     for name in ("named", "also", "pip/nvidia/cu13"):
         for file, text in (
@@ -564,7 +564,7 @@ def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, 
     """XQA and FA2 are compiled on SM12x; without a compiler vLLM's own question is asked."""
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    from flashinfer_sm12x_vllm import attention
+    from flashinfer_sm12x.vllm import attention
 
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: server)
     monkeypatch.setattr(attention, "why_not_compiled", lambda: "" if compiler else "no compiler")
@@ -576,7 +576,7 @@ def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, 
 
 
 def test_attentions_row_names_its_kernels(monkeypatch):
-    from flashinfer_sm12x_vllm import attention
+    from flashinfer_sm12x.vllm import attention
 
     for capability, prefill in (("12.1", "FA2"), ("9.0", "FA3")):
         monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
@@ -665,8 +665,8 @@ def test_a_head_tied_to_the_embedding_stays_bf16(tmp_path, log, monkeypatch):
 )
 def test_experts_that_the_fork_does_not_serve_are_left_to_vllm(checkpoint_folder, changes, reason):
 
-    from flashinfer_sm12x_vllm import moe
-    from flashinfer_sm12x_vllm.settings import Settings
+    from flashinfer_sm12x.vllm import moe
+    from flashinfer_sm12x.vllm.settings import Settings
 
     config = serve(checkpoint_folder, {})
     with served.parallel_groups(config):
@@ -678,7 +678,7 @@ def test_experts_that_the_fork_does_not_serve_are_left_to_vllm(checkpoint_folder
 
 
 def test_experts_of_a_rank_must_be_consecutive():
-    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x.vllm import moe
 
     linear = torch.tensor([-1, -1, -1, -1, 0, 1, 2, 3])
     moe.require_contiguous_experts(None, 0, 8)
@@ -688,8 +688,8 @@ def test_experts_of_a_rank_must_be_consecutive():
 
 
 def test_the_plugin_is_registered_again_and_again_and_never_raises(log, monkeypatch):
-    import flashinfer_sm12x_vllm as plugin
-    from flashinfer_sm12x_vllm import config
+    import flashinfer_sm12x.vllm as plugin
+    from flashinfer_sm12x.vllm import config
 
     calls: list[int] = []
 

@@ -64,7 +64,7 @@ def test_elsewhere_vllms_choices_are_what_they_were(checkpoint_folder, capabilit
     print(result["before"])
     assert result["after"] == result["before"]
     assert result["before"]["quantization"] == "GptOssMxfp4Config"
-    assert set(result["imported"]) <= {"flashinfer_sm12x_vllm.settings", "flashinfer_sm12x_vllm.devices"}
+    assert set(result["imported"]) <= {"flashinfer_sm12x.vllm.settings", "flashinfer_sm12x.vllm.devices"}
     assert result["seconds"] < 0.1  # of CPU, in every process that vLLM starts
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashinfer_sm12x_quantize/gpt_oss.py`` and its example: transformers' gpt-oss with this fork's experts, on CPU tensors."""
+"""``flashinfer_sm12x/quantize/gpt_oss.py`` and its example: transformers' gpt-oss with this fork's experts, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_vllm_models import TOKENS, check
 
-from flashinfer_sm12x_quantize import gpt_oss
+from flashinfer_sm12x.quantize import gpt_oss
 
 REPO = Path(__file__).parents[2]
 

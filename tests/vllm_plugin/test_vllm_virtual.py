@@ -56,7 +56,7 @@ def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
 def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path):  # noqa: F811
     """Behind prompts: QKV, rope with the cache's write and attention, O, router, experts and LM head, all compiled."""
     from flashinfer.testing.virtual_device import virtual_device
-    from flashinfer_sm12x_vllm.model import decode_workspace
+    from flashinfer_sm12x.vllm.model import decode_workspace
 
     checkpoint.write(tmp_path, SEED, **CHANGES, num_hidden_layers=1)
     config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}, folder=tmp_path)

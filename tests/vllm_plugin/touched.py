@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from flashinfer_sm12x_vllm import contacts
+from flashinfer_sm12x.vllm import contacts
 
 PLUGIN = Path(contacts.__file__).parent
 OURS = "-"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashinfer._version import UPSTREAM_VERSION
+from flashinfer_sm12x.versions import UPSTREAM_VERSION
 
 from . import style
 from .edits import apply, mismatch

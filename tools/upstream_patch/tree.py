@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flashinfer._layer import wheel_root
-from flashinfer._version import UPSTREAM_DISTRIBUTION, UPSTREAM_VERSION
+from flashinfer_sm12x.versions import UPSTREAM_DISTRIBUTION, UPSTREAM_VERSION
 
 FORK = Path(__file__).resolve().parents[2]
 

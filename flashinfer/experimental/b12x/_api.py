@@ -9,16 +9,15 @@ if hasattr(_flashinfer, "__fork_version__"):
     _upstream = extend(globals())
 else:
     # It was found by our place on sys.path; what was imported then is upstream's package alone, and so is b12x.
-    import importlib.util as _util
     import os as _os
-    import sys as _sys
+    from importlib.machinery import SourceFileLoader as _SourceFileLoader
 
     assert _flashinfer.__file__ is not None
-    _folder = _os.path.join(_os.path.dirname(_flashinfer.__file__), "experimental", "b12x")
-    _spec = _util.spec_from_file_location(
-        __name__, _os.path.join(_folder, "_api.py"), submodule_search_locations=[_folder]
-    )
-    assert _spec is not None
-    assert _spec.loader is not None
-    globals().update(__file__=_spec.origin, __path__=[_folder], __spec__=_spec, __loader__=_spec.loader)
-    _spec.loader.exec_module(_sys.modules[__name__])
+    __path__ = [_os.path.join(_os.path.dirname(_flashinfer.__file__), "experimental", "b12x")]
+    __file__ = _os.path.join(__path__[0], "_api.py")
+    __loader__ = _SourceFileLoader(__name__, __file__)
+    assert __spec__ is not None
+    __spec__.loader, __spec__.origin, __spec__.submodule_search_locations = __loader__, __file__, __path__
+    _code = __loader__.get_code(__name__)
+    assert _code is not None
+    exec(_code, globals())

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import module_lock
+from flashinfer_sm12x.build.engine import module_lock
+
 from .modules import MODULES
 
 UPSTREAMS = ("fused_moe_120_upstream",)

@@ -9,7 +9,7 @@
 ``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
 ``decode_sm12x``                 decode attention, with rope and append
-``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x_doctor.probe``)
+``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x.doctor.probe``)
 ===============================  =================================================================
 
 If :func:`multiplies_in_half` holds for a kind, names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: MXFP8 tokens
@@ -31,15 +31,15 @@ import jinja2
 import torch
 
 from flashinfer._layer import fork_root, wheel_root
-from flashinfer.sm12x import variables
 from flashinfer.sm12x.models import MODELS
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.build.diagnosis import WARN_OF_LOCAL_MEMORY, explained_os_errors
+from flashinfer_sm12x.build.trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
 from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .diagnosis import WARN_OF_LOCAL_MEMORY, explained_os_errors
 from .spec import JitSpecSm12x
-from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
 FUSED_MOE = "fused_moe_120"
 FUSED_MOE_NVFP4 = "fused_moe_120_nvfp4"

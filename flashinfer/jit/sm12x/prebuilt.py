@@ -25,11 +25,10 @@ from typing import Any, Protocol
 
 import tvm_ffi
 
-from flashinfer._version import __fork_version__
+from flashinfer_sm12x.build.content_key import hash_file
+from flashinfer_sm12x.versions import KERNELS_PACKAGE as PACKAGE
+from flashinfer_sm12x.versions import __fork_version__
 
-from .content_key import hash_file
-
-PACKAGE = "flashinfer_sm12x_kernels"
 MANIFEST = "manifest.json"
 FORMAT = 3
 

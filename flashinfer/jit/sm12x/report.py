@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashinfer_sm12x.build import engine
+from flashinfer_sm12x.build.inspect_sass import KernelCode, inspect
+
 from ...sm12x.instances import INSTANCES, ROW_TILE, Instance
-from . import build as engine
-from .inspect_sass import KernelCode, inspect
 from .spec import JitSpecSm12x
 
 STREAM_EPILOGUE_WARPS = 4  # kEpilogueWarps in stream/params.h

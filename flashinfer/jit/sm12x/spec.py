@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from flashinfer._layer import fork_root, wheel_root
+from flashinfer_sm12x import variables
+from flashinfer_sm12x.build import engine, toolchain
+from flashinfer_sm12x.build.content_key import Files, key_of, namer, searched_by
+from flashinfer_sm12x.build.diagnosis import JitBuildError, explained_os_errors
+from flashinfer_sm12x.build.jobs import DEFAULT_JOB_MEMORY
+from flashinfer_sm12x.build.trust import require_trusted_tree
 
-from ...sm12x import variables
 from .. import core, cpp_ext
 from .. import env as jit_env
-from . import build as engine
-from . import prebuilt, toolchain
-from .content_key import Files, key_of, namer, searched_by
-from .diagnosis import JitBuildError, explained_os_errors
-from .jobs import DEFAULT_JOB_MEMORY
-from .trust import require_trusted_tree
+from . import prebuilt
 
 _JitSpecNvcc: Any = core.JitSpecNvcc
 

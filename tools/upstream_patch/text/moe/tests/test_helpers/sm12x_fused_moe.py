@@ -21,7 +21,7 @@ cutlass_fused_moe_workspace_size = functools.partial(fused_moe.cutlass_fused_moe
 SM12X = INSTANCES
 
 # take tests/moe/moe_harness.py: tactics_to_force workspace_bytes POISON poisoned run replayed
-# take flashinfer_sm12x_doctor/probe/timing.py: captured
+# take flashinfer_sm12x/doctor/probe/timing.py: captured
 
 
 def check_case(

@@ -3,7 +3,7 @@
 
 vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. It returns before
 it imports any of vLLM's model code if there is no GPU of the SM12x family (:mod:`.devices`), if it is switched off, or
-if ``import flashinfer`` is not this fork (``flashinfer._version``).
+if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 
 ===============  =====================================================================================
 ``fallback``     what a failure leaves to vLLM, and the refusals that end a start
@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import logging
 import os
+
+from .. import variables, versions
 
 _registered = False
 
@@ -56,11 +58,11 @@ def register() -> None:
                 return
         from . import devices, fallback, settings
 
-        if aside := settings.load("_version.py").upstream_alone():
+        if aside := versions.upstream_alone():
             outcome = f"it steps aside: {aside}"
             log.warning("flashinfer-sm12x: the plugin steps aside and all is vLLM's: %s", aside)
             return
-        settings.variables.read(settings.VARIABLE)  # a bad value ends the start here
+        variables.read(settings.VARIABLE)  # a bad value ends the start here
         if not devices.served():
             outcome = "no GPU here is served"
             return
@@ -89,7 +91,7 @@ def register() -> None:
             outcome += f", but installing failed for: {', '.join(failed)}"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
-        if "VariableError" in (each.__name__ for each in type(error).__mro__):  # fallback itself may be what is missing
+        if isinstance(error, variables.VariableError):
             raise
         # A server without this fork is better than none.
         log.warning(

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashinfer.sm12x.files import written_whole
-
+from ..files import written_whole
 from .asking import Facts, ask, say, versions
 from .probe import PARTS
 

@@ -2,7 +2,7 @@
 """Guards a host that shares its memory with its GPU, as a DGX Spark does: it bounds vLLM's share and watches the
 weights' load.
 
-``flashinfer/sm12x/host_memory.py`` has the numbers and their reasons.
+``flashinfer_sm12x/host_memory.py`` has the numbers and their reasons.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from .. import host_memory
 from . import fallback
-from .settings import load
 
-host_memory = load("sm12x/host_memory.py")
 logger = init_logger("vllm.flashinfer_sm12x")
 
 PAGE = 'docs/troubleshooting.md, "Hosts that hang"'

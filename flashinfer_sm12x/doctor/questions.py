@@ -19,21 +19,27 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import types
 import urllib.parse
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    # Remove this file's folder, which Python puts first unless PYTHONSAFEPATH is set: other programs do not have it on
-    # their path. Then import this tree's package under another name, without its __init__.py, because the questions are
-    # about the flashinfer that other programs import.
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]
-    _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "flashinfer")
-    for _name, _folder in (("_sm12x", ""), ("_sm12x.jit", "jit")):
-        sys.modules[_name] = types.ModuleType(_name)
-        sys.modules[_name].__path__ = [os.path.join(_PACKAGE, _folder)]
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this file's folder, which Python puts first: other programs do not have it on their path
+
+TREE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def ours(name: str) -> Any:
+    """A module of this tree's ``flashinfer_sm12x``, for questions that do not import the flashinfer that is found.
+
+    The tree is on ``sys.path`` only meanwhile, so that the question finds the flashinfer that other programs import.
+    """
+    sys.path.insert(0, TREE)
+    try:
+        return importlib.import_module(f"flashinfer_sm12x.{name}")
+    finally:
+        sys.path.remove(TREE)
+
 
 MARK = "sm12x-fact "
 """The start of a line with a fact; libraries print lines of their own."""
@@ -82,7 +88,7 @@ def ask_path() -> None:
     plugins."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
-    version = importlib.import_module("_sm12x._version")
+    version = ours("versions")
     tell(aside=version.upstream_alone(), wheel=version.tested_wheel() is not None)
     tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
@@ -236,11 +242,11 @@ def ask_build() -> None:
 
 def _try_build() -> str | None:
     """Why it failed, or None."""
-    build = importlib.import_module("_sm12x.jit.sm12x.build")
-    variables = importlib.import_module("_sm12x.sm12x.variables")
-    toolchain = importlib.import_module("_sm12x.jit.sm12x.toolchain")
+    engine = ours("build.engine")
+    variables = ours("variables")
+    toolchain = ours("build.toolchain")
     toolchain.compiler_banner.cache_clear()
-    build.compiler_identity.cache_clear()
+    engine.compiler_identity.cache_clear()
     folder = None
     try:
         folder = _cache() / f"doctor-{os.getpid()}"
@@ -250,19 +256,19 @@ def _try_build() -> str | None:
         targets = _targets()
         toolchain.require_architectures(toolkit, [(int(major), minor) for major, minor in targets])
         codes = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in targets]
-        with build.module_lock(folder / "doctor.lock") as lock:
+        with engine.module_lock(folder / "doctor.lock") as lock:
             source = folder / "doctor.cu"
-            build.write_atomically(source, SOURCE)
+            engine.write_atomically(source, SOURCE)
             includes = [f"-I{path}" for path in _upstreams_cccl()]
             includes += [word for path in toolkit.include_dirs for word in ("-isystem", str(path))]
             extra = variables.read("FLASHINFER_EXTRA_CUDAFLAGS")
             flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes, *extra]
-            step = build.compile_step("doctor.o", source, toolkit.nvcc, flags)
+            step = engine.compile_step("doctor.o", source, toolkit.nvcc, flags)
             runtime = toolkit.find_library("cudart")
             links = ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now")
             links += variables.read("FLASHINFER_EXTRA_LDFLAGS")
-            plan = build.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), build.host_compiler(), links)
-            build.build(plan, max_jobs=1, lock=lock)
+            plan = engine.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), engine.host_compiler(), links)
+            engine.build(plan, max_jobs=1, lock=lock)
             if ctypes.CDLL(str(plan.library)).sm12x_doctor_loads() != 12:
                 return "the library that was compiled does not do what its source says"
     except (OSError, RuntimeError, ValueError, AttributeError) as error:
@@ -297,7 +303,7 @@ def _silent(error: str) -> str | None:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
             if done.returncode and not (done.stdout + done.stderr).strip():
                 return shutil.which(name) or name
-    return str(importlib.import_module("_sm12x.jit.sm12x.toolchain").discover().nvcc)
+    return str(ours("build.toolchain").discover().nvcc)
 
 
 def _upstreams_cccl() -> list[Path]:
@@ -313,7 +319,7 @@ def _cache() -> Path:
     Raises:
         ValueError: FLASHINFER_WORKSPACE_BASE has a bad value, or there is neither that nor a home folder.
     """
-    variables = importlib.import_module("_sm12x.sm12x.variables")
+    variables = ours("variables")
     base = variables.read("FLASHINFER_WORKSPACE_BASE")
     if not base and not os.path.isabs(base := os.path.expanduser("~")):
         raise ValueError("there is neither FLASHINFER_WORKSPACE_BASE nor a home folder")
@@ -367,8 +373,9 @@ def ask_modules() -> None:
     """The architectures that modules are compiled for, and which of the family's modules are prebuilt or built."""
     from flashinfer.jit import core
     from flashinfer.jit import env as jit_env
-    from flashinfer.jit.sm12x import build, modules, prebuilt
+    from flashinfer.jit.sm12x import modules, prebuilt
     from flashinfer.sm12x.instances import MOE_WEIGHTS
+    from flashinfer_sm12x.build import engine
 
     known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)
     tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, architectures=[f"{major}.{minor}" for major, minor in known])
@@ -381,7 +388,7 @@ def ask_modules() -> None:
         by_default = modules.gen_fused_moe_module(MOE_WEIGHTS[0]).name
         for spec in modules.gen_operator_modules():
             library, passed_over = prebuilt.find(spec)
-            built = library is not None or build.find_library(spec.plan) is not None
+            built = library is not None or engine.find_library(spec.plan) is not None
             stale = "" if built else "it is not built yet"
             fact = {"prebuilt": library is not None, "stale": stale, "passed_over": passed_over}
             fact["by_default"] = spec.name == by_default  # sm12x-build without options builds it
@@ -392,16 +399,16 @@ def ask_modules() -> None:
 
 def ask_memory() -> None:
     """Memory of the host: free, and all."""
-    available = importlib.import_module("_sm12x.jit.sm12x.jobs").available_memory()
+    available = ours("build.jobs").available_memory()
     tell(available=available, total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
     """The functions of FlashInfer that vLLM finds once it has loaded its plugins, and the plugin's settings."""
     with contextlib.suppress(ModuleNotFoundError):
-        from flashinfer_sm12x_vllm import settings
+        from flashinfer_sm12x import files
+        from flashinfer_sm12x.vllm import settings
 
-        files = importlib.import_module("_sm12x.sm12x.files")
         expected = """an object such as {"sm12x": "spark"}"""
         try:
             given = files.json_object(additional_config, f"--additional-config {additional_config[:200]!r}", expected)
@@ -417,7 +424,7 @@ def ask_vllm(additional_config: str = "{}") -> None:
     try:
         load_general_plugins()
     finally:
-        tell(outcome=getattr(sys.modules.get("flashinfer_sm12x_vllm"), "outcome", None))
+        tell(outcome=getattr(sys.modules.get("flashinfer_sm12x.vllm"), "outcome", None))
     from vllm.envs import environment_variables
 
     tell(unread=sorted(name for name in os.environ if name.startswith("VLLM_") and name not in environment_variables))
@@ -433,7 +440,7 @@ QUESTIONS = tuple(name.removeprefix("ask_") for name in globals() if name.starts
 if __name__ == "__main__":
     try:
         if sys.argv[1].startswith("probe-"):
-            parts = importlib.import_module("flashinfer_sm12x_doctor.probe.parts")
+            parts = importlib.import_module("flashinfer_sm12x.doctor.probe.parts")
             parts.run(sys.argv[1].removeprefix("probe-"), tell)
         else:
             globals()[f"ask_{sys.argv[1]}"](*sys.argv[2:])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .settings import variables
+from .. import variables
 
 
 def served() -> bool:

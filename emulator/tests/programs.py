@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers for the shim's tests: programs are built with nvcc once per session and then run on the virtual GPU."""
+"""Fixtures for CUDA programs: nvcc compiles them once per session, and they run on the virtual GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-EMULATOR = HERE.parents[1]
+EMULATOR = Path(__file__).parents[1]
 sys.path.insert(0, str(EMULATOR / "python"))
 
 import vsm  # noqa: E402

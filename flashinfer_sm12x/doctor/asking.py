@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from flashinfer._version import UPSTREAM_VERSION, __fork_version__
-
+from ..versions import UPSTREAM_VERSION, __fork_version__
 from .questions import MARK
 
 FOLDER = Path(os.path.abspath(__file__)).parent
-TREE = FOLDER.parent
+TREE = FOLDER.parents[1]
 PACKAGE = TREE / "flashinfer"
 """The folder ``flashinfer/`` that this doctor is of."""
 

@@ -20,7 +20,7 @@ from . import contacts, fallback, memory, settings, table
 logger = init_logger("vllm.flashinfer_sm12x")
 
 ARCHITECTURE = "GptOssForCausalLM"
-MODEL = "flashinfer_sm12x_vllm.model_class:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
+MODEL = "flashinfer_sm12x.vllm.model_class:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
 # Suffixes of vLLM's module names.
 DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
 # A Spark's decode batches are small, and vLLM pads a batch to the next captured size. So every size up to 8 is

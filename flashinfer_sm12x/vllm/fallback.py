@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failures of this package, or of what it asks the machine, leave a part to vLLM: one line in the log, and the start goes
 on. Only refusals of a user's settings end a start.
-
-Nothing but the standard library is imported here: :func:`flashinfer_sm12x_vllm.register` uses it before all else.
 """
 
 from __future__ import annotations
@@ -11,19 +9,18 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from ..quantize.files import FolderError
+from ..variables import VariableError
+
 
 class Refusal(ValueError):
     """A user's setting that cannot be served as it stands; it ends the start with its message."""
 
 
-# By name: files that are loaded twice (``settings.load``) have two classes of a name.
-REFUSALS = ("Refusal", "VariableError", "FolderError")
+REFUSALS = (Refusal, VariableError, FolderError)
+"""Errors that refuse a user's setting."""
+
 _logged: set[str] = set()
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error refuses a user's setting."""
-    return any(each.__name__ in REFUSALS for each in type(error).__mro__)
 
 
 def log_once(part: str, reason: object) -> None:
@@ -38,7 +35,7 @@ def leaving(part: str) -> Iterator[None]:
     """Leave ``part`` to vLLM if the statements in this context fail, whatever with; refusals pass."""
     try:
         yield
+    except REFUSALS:
+        raise
     except Exception as error:  # NVML, imports, configurations of other shapes: each fails in ways of its own
-        if is_refusal(error):
-            raise
         log_once(part, f"{type(error).__name__}: {error}")

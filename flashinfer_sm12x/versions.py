@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions: this fork's own, those of upstream's wheel that it was tested over, and what is installed here.
 
-Nothing but the standard library is imported: vLLM's plugin and the doctor load this file without the rest of FlashInfer.
+Nothing but the standard library is imported: ``flashinfer/__init__.py`` asks here before it runs upstream's code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ TESTED_VERSIONS = ("0.7.2.post1", "0.7.2")
 """The wheels that this fork extends, the one to install first: vLLM 0.33.0 pins it. ``tests/layer`` runs over each."""
 UPSTREAM_VERSION = TESTED_VERSIONS[0]
 SWITCH = "FLASHINFER_SM12X_MOE"
+KERNELS_PACKAGE = "flashinfer_sm12x_kernels"
+"""The package of prebuilt libraries that ``tools/kernels_wheel.py`` makes."""
 
 
 class Wheel(NamedTuple):
@@ -35,7 +37,7 @@ class Wheel(NamedTuple):
 
 def installed_wheels() -> list[Wheel]:
     """Upstream's wheels that metadata on ``sys.path`` names, in the order of the path."""
-    ours, found = Path(__file__).resolve().parent, []
+    ours, found = Path(__file__).resolve().parents[1] / "flashinfer", []
     for dist in importlib.metadata.distributions(name=UPSTREAM_DISTRIBUTION):
         package = Path(str(dist.locate_file("flashinfer"))).resolve()
         found.append(Wheel(dist.version, package, package != ours and (package / "__init__.py").is_file()))

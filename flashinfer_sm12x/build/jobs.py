@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from ...sm12x import variables
+from .. import variables
 
 GIB = 1 << 30
 DEFAULT_JOB_MEMORY = GIB

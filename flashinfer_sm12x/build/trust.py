@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...sm12x import variables
+from .. import variables
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """1 allows a cache that other users own or may write to."""

@@ -13,11 +13,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flashinfer._version import SWITCH, needed
-from flashinfer.sm12x import variables
-from flashinfer.sm12x.counted import counted
-from flashinfer.sm12x.host_memory import GIB, HEADROOM, SHARE
-
+from .. import variables
+from ..counted import counted
+from ..host_memory import GIB, HEADROOM, SHARE
+from ..versions import SWITCH, needed
 from .asking import (
     CLI,
     INTERPRETER,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flashinfer.sm12x.host_memory import SHARE
-
+from ..host_memory import SHARE
 from . import measure, models, texts
 from .endings import is_out_of_memory, running, told
 from .files import FolderError, read_text, require_writable

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from flashinfer._version import __fork_version__
 from flashinfer.quantization.block_scaled import BlockScaledWeight, dequantize_rows
 from flashinfer.quantization.error_feedback import DAMPING, quantize_with_feedback
 
+from ..versions import __fork_version__
 from . import measure
 from .choice import Choice
 from .endings import ModelError

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a host that shares it with its GPU, as a DGX Spark (GB10) does: how much vLLM takes, how much stays.
 
-Nothing but the standard library is imported here: the doctor, vLLM's plugin and the scripts load this file without the
-rest of FlashInfer.
+The doctor, vLLM's plugin and the scripts use it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python <checkout>/flashinfer_sm12x_doctor``: the doctor for machines on which ``import flashinfer`` itself
+"""``python <checkout>/flashinfer_sm12x/doctor``: the doctor for machines on which ``import flashinfer`` itself
 fails."""
 
 import contextlib
@@ -17,18 +17,12 @@ if not sys.flags.isolated:
                 os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         os.execv(sys.executable, [sys.executable, "-I", "-S", os.path.dirname(__file__), *sys.argv[1:]])
 
-import importlib
-import types
-
-# Search this tree after Python's own modules. Its flashinfer is a bare package here, so that importing one of its
-# modules does not run flashinfer/__init__.py.
-tree = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:] = [*(entry for entry in sys.path if entry != sys.path[0]), tree]
-package = types.ModuleType("flashinfer")
-package.__path__ = [os.path.join(tree, "flashinfer")]
-sys.modules[package.__name__] = package
+# Search this tree after Python's own modules, and not this folder, which Python puts first.
+sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 try:
-    status = importlib.import_module("flashinfer_sm12x_doctor").main(sys.argv[1:])
+    from flashinfer_sm12x import doctor
+
+    status = doctor.main(sys.argv[1:])
 except SystemExit as ended:  # argparse's
     status = int(ended.code or 0)
 except KeyboardInterrupt:

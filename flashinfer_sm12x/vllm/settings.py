@@ -12,30 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flashinfer_sm12x_quantize import manifest  # imports nothing of flashinfer
+from .. import variables
+from ..quantize import manifest
 
-
-def load(path: str) -> Any:
-    """Load a file of ``flashinfer/`` that imports nothing else of it: vLLM registers plugins before flashinfer may be
-    imported."""
-    file = Path(__file__).resolve().parents[1] / "flashinfer" / path
-    spec = importlib.util.spec_from_file_location(f"_flashinfer_sm12x_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-variables = load("sm12x/variables.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
 CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
+from ..versions import KERNELS_PACKAGE
 from . import compiler, contacts, dense_folder, fallback, settings, table
 from .settings import Choice
 
@@ -32,7 +33,6 @@ logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
 VLLMS = ("mxfp8", "mxfp4")  # formats for which --linear-backend may name a kernel of vLLM's
-PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 
 
 class ForkKernel:
@@ -151,8 +151,10 @@ def method_of(kind: str, choice: Choice, folder: str, prefix: str) -> DenseMetho
     if not reason:
         try:
             return DenseMethod(kind, choice, folder, prefix)
+        except fallback.REFUSALS:
+            raise
         except Exception as error:
-            if not folder or fallback.is_refusal(error):
+            if not folder:
                 raise
             raise fallback.Refusal(f"{folder} cannot be used for {prefix}: {type(error).__name__}: {error}") from error
     fallback.log_once(contacts.MODULES["dense"][1], reason)
@@ -193,7 +195,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
 
 def _has_prebuilt() -> bool:
     try:
-        spec = importlib.util.find_spec(PREBUILT)
+        spec = importlib.util.find_spec(KERNELS_PACKAGE)
     except (ImportError, ValueError):  # a module of that name without a spec
         return False
     folders = (spec.submodule_search_locations if spec else None) or ()

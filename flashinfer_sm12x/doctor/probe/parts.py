@@ -18,11 +18,11 @@ import torch
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.trust import write_atomically
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.testing.verify import Result, dense_results, gemm_results, moe_results
 
+from ...build.trust import write_atomically
 from . import arrivals, launches, layer, mma, predicted, timing
 from .target import Target, find_target
 

@@ -11,8 +11,8 @@ Three kinds of toolkit are understood:
 The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``'s own, ``nvcc`` on ``PATH``,
 ``/usr/local/cuda``, the wheels. The wheels come last because pip puts pieces of different releases side by side, and
 because vLLM and upstream look in the other places, in this order. A toolkit that cannot compile is passed over: its
-compiler is too old, or lies beside headers or pieces of another release. This module imports nothing else of
-FlashInfer, so that the doctor can use it.
+compiler is too old, or lies beside headers or pieces of another release. The doctor and vLLM's
+plugin ask here, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OWN_RELEASE = "13.0"
 
 def checkout() -> tuple[Path, bool] | None:
     """The folder that pip can install this fork from, and whether it is installed editable; None if it is gone."""
-    tree, editable = Path(__file__).resolve().parents[3], False
+    tree, editable = Path(__file__).resolve().parents[2], False
     for found in importlib.metadata.distributions(name="flashinfer-sm12x"):
         with suppress(KeyError, TypeError, ValueError, AttributeError):  # not installed from a folder
             about = json.loads(found.read_text("direct_url.json") or "")

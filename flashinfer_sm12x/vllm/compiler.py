@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import os
 
+from ..build import toolchain
 from . import fallback
-from .settings import load
-
-toolchain = load("jit/sm12x/toolchain.py")
 
 
 def why_none() -> str:

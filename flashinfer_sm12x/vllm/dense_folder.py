@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from flashinfer_sm12x_quantize import manifest
-from flashinfer_sm12x_quantize.files import FolderError
-
+from ..quantize import manifest
+from ..quantize.files import FolderError
 from . import settings
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Layer:
     """
 
     def __init__(self, folder: str, kind: str, prefix: str) -> None:
-        from flashinfer_sm12x_quantize.folder import Folder
+        from ..quantize.folder import Folder
 
         self.name, self.folder = folder, Folder(Path(folder))
         self.parts = _parts(self.folder.manifest, kind).get(_number(prefix), [])
