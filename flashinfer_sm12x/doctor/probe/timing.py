@@ -140,9 +140,7 @@ def wrong_read(target: Target, size: int, how: type[StreamingRead] = StreamingRe
     return pieces.total() != int(data.long().sum()) & 0xFFFFFFFF
 
 
-def sustained_read(
-    target: Target, size: int, repeats: int = 12, how: type[StreamingRead] = StreamingRead
-) -> float:
+def sustained_read(target: Target, size: int, repeats: int = 12, how: type[StreamingRead] = StreamingRead) -> float:
     """GB/s of reading ``size`` bytes, many times what L2 holds, the median."""
     data = torch.empty(size, dtype=torch.uint8, device=target.device)
     data.random_()
