@@ -4,6 +4,7 @@
 // and the order of its arrivals. Sizes are checked here, before any launch.
 #include "flashinfer/sm12x/launch.h"
 #include "flashinfer/sm12x/probe/arrival_order.cuh"
+#include "flashinfer/sm12x/probe/bulk_read.cuh"
 #include "flashinfer/sm12x/probe/launch_order.cuh"
 #include "flashinfer/sm12x/probe/mma_rate.cuh"
 #include "flashinfer/sm12x/probe/streaming_read.cuh"
@@ -37,6 +38,24 @@ void streaming_read(TensorView pieces, TensorView vectors, TensorView sums) {
   check(launch_kernel(streaming_read_kernel, params, static_cast<int>(blocks), kReadThreads, 0,
                       launch_options(pieces, false)),
         "streaming read");
+}
+
+// pieces: int64 [n], addresses; vectors: int32 [n]; sums: int32 [blocks, 8].
+void bulk_read(TensorView pieces, TensorView vectors, TensorView sums) {
+  const int64_t count = pieces.size(0), blocks = sums.size(0);
+  require_range(count, 1, INT_MAX, "the number of pieces");
+  require_size(pieces, count, 64, "pieces");
+  require_size(vectors, count, 32, "vectors");
+  LaunchOptions options = launch_options(pieces, false);
+  require_range(blocks, 1, options.device_sms, "the number of blocks");
+  require_size(sums, blocks * kBulkReadWarps, 32, "sums");
+  require_range(kBulkReadSharedBytes, 0, options.shared_bytes, "the shared memory of three stages");
+  check(grant_shared_memory(bulk_read_kernel, options), "shared memory");
+  const BulkReadParams params = {data<const uint4*>(pieces), data<int32_t>(vectors), data<uint32_t>(sums),
+                                 static_cast<int>(count)};
+  check(launch_kernel(bulk_read_kernel, params, static_cast<int>(blocks), kBulkReadThreads, kBulkReadSharedBytes,
+                      options),
+        "bulk read");
 }
 
 // a: uint8 [16, 32]; b: uint8 [8, 8, 32]; c: float32 [16, 8]; d: float32 [blocks, warps, 8, 16, 8]; times: int64
@@ -130,6 +149,7 @@ void arrival_order(TensorView source, TensorView counts, int64_t rounds, bool fe
 }  // namespace flashinfer::sm12x::probe
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_probe_streaming_read, flashinfer::sm12x::probe::streaming_read);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_probe_bulk_read, flashinfer::sm12x::probe::bulk_read);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_probe_mma_rate, flashinfer::sm12x::probe::mma_rate);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_probe_launch_steps, flashinfer::sm12x::probe::launch_steps);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_probe_launch_overlap, flashinfer::sm12x::probe::launch_overlap);

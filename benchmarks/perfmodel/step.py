@@ -580,49 +580,86 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
     return Predicted(size, step, rows)
 
 
-def from_report(path: Path) -> Given:
-    """Measurements of a doctor's report (``sm12x-doctor --probe``), in place of the ranges.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A report of ``sm12x-doctor --probe``: the file, its fields, and the object ``measured`` among them."""
 
-    The report's MoE layers have MXFP8 input and those here bf16 input; their times differ by less than 1 %.
+    path: Path
+    fields: Mapping[str, Any]
+    measured: Mapping[str, Any]
 
-    Raises
-    ------
-    ValueError
-        The file is not such a report, or it is not a GB10's.
-    """
-    kind = "a report of sm12x-doctor --probe"
-    measured = json_file(path, kind).get("measured")
-    device = measured.get("device") if isinstance(measured, dict) else None
-    if not isinstance(measured, dict) or not isinstance(device, dict):
-        raise ValueError(f"{path} is not {kind}: it has no object 'measured' with an object 'device'")
-    if device.get("gb10") is not True:
-        raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
+    def figure(self, *keys: str) -> float | None:
+        """A measured number; None if it was not measured.
 
-    def figure(*keys: str) -> float | None:
-        found: Any = measured
+        Raises
+        ------
+        ValueError
+            It is no positive number.
+        """
+        found: Any = self.measured
         for key in keys:
             if (found := found.get(key) if isinstance(found, dict) else None) is None:
                 return None
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-            raise ValueError(f"{path}: measured.{'.'.join(keys)} is {found!r}; it must be a positive number")
+            raise ValueError(f"{self.path}: measured.{'.'.join(keys)} is {found!r}; it must be a positive number")
         return found
 
-    def both(value: float | None, otherwise: tuple[float, float]) -> tuple[float, float]:
-        return otherwise if value is None else (value, value)
+    def given(self) -> Given:
+        """The measurements in place of the ranges.
 
-    launch = figure("launch", "plain", "graph_us")
-    # Only the launch's time is replaced; a small kernel's own time stays.
-    small = (
-        FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
-    )
-    of_layers = measured.get("layer")
-    named = of_layers if isinstance(of_layers, dict) else {}
-    counts = {name: re.fullmatch(r"(\d{1,9}) tokens", name) for name in named}
-    times = {int(count[1]): figure("layer", name, "layer_us") for name, count in counts.items() if count}
-    layers = {tokens: time for tokens, time in times.items() if time is not None}
-    dram = both(figure("dram", "gigabytes_per_second"), GB10.dram)
-    bf16 = both(figure("mma", "bf16", "flops_per_clock"), GB10.bf16)
-    return Given(dataclasses.replace(GB10, dram=dram, bf16=bf16), (small[0], small[1]), layers)
+        The report's MoE layers have MXFP8 input and those here bf16 input; their times differ by less than 1 %.
+        """
+
+        def both(value: float | None, otherwise: tuple[float, float]) -> tuple[float, float]:
+            return otherwise if value is None else (value, value)
+
+        launch = self.figure("launch", "plain", "graph_us")
+        # Only the launch's time is replaced; a small kernel's own time stays.
+        small = FIXED_US["small"]
+        if launch is not None:
+            small = small[0] - GRAPH_NODE_US + launch, small[1] - GRAPH_NODE_US + launch
+        of_layers = self.measured.get("layer")
+        named = of_layers if isinstance(of_layers, dict) else {}
+        counts = {name: re.fullmatch(r"(\d{1,9}) tokens", name) for name in named}
+        times = {int(count[1]): self.figure("layer", name, "layer_us") for name, count in counts.items() if count}
+        layers = {tokens: time for tokens, time in times.items() if time is not None}
+        # The layers read by bulk copies; older reports have the rate of plain loads alone.
+        copies = self.figure("dram", "copies_gigabytes_per_second")
+        dram = both(self.figure("dram", "gigabytes_per_second") if copies is None else copies, GB10.dram)
+        bf16 = both(self.figure("mma", "bf16", "flops_per_clock"), GB10.bf16)
+        return Given(dataclasses.replace(GB10, dram=dram, bf16=bf16), small, layers)
+
+
+def read_report(path: Path) -> Report:
+    """Read a report of any GPU.
+
+    Raises
+    ------
+    OSError, ValueError
+        It cannot be read, or is not such a report.
+    """
+    kind = "a report of sm12x-doctor --probe"
+    fields = json_file(path, kind)
+    measured = fields.get("measured")
+    device = measured.get("device") if isinstance(measured, dict) else None
+    if not isinstance(measured, dict) or not isinstance(device, dict):
+        raise ValueError(f"{path} is not {kind}: it has no object 'measured' with an object 'device'")
+    return Report(path, fields, measured)
+
+
+def from_report(path: Path) -> Given:
+    """Measurements of a GB10's report, in place of the ranges.
+
+    Raises
+    ------
+    OSError, ValueError
+        It cannot be read, is not such a report, or is not a GB10's.
+    """
+    report = read_report(path)
+    device = report.measured["device"]
+    if device.get("gb10") is not True:
+        raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
+    return report.given()
 
 
 def told() -> list[str]:

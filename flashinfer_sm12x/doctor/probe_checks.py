@@ -45,13 +45,15 @@ def device(a: Answers) -> Outcome:
 
 
 def dram(a: Answers) -> Outcome:
-    """Sustained read."""
-    if a("probe-dram", "wrong"):
+    """Sustained read, by plain loads and as the layers read: by bulk copies."""
+    if a("probe-dram", "wrong") or a("probe-dram", "copies_wrong"):
         return "fail", "the sum of what was read is not the sum of what was written", *KERNELS_WRONG
     if a("probe-device", "virtual"):
         return "ok", "what was read is what was written"
     rate = a("probe-dram", "gigabytes_per_second")
-    return _beside(f"{rate:,.0f} GB/s are read", rate, a.get("probe-dram", "predicted"), " GB/s")
+    copies = a("probe-dram", "copies_gigabytes_per_second")
+    text = f"{rate:,.0f} GB/s are read by loads, {copies:,.0f} by bulk copies, as the layers read"
+    return _beside(text, min(rate, copies), a.get("probe-dram", "predicted"), " GB/s")
 
 
 def mma(a: Answers, kind: str) -> Outcome:

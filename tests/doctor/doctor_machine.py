@@ -333,7 +333,13 @@ def healthy() -> dict[str, dict[str, Any]]:
     return {
         "device": {**device, "virtual": False, "gb10": True, "sm12x": True},
         "build": {"seconds": 20.0},
-        "dram": {"wrong": False, "gigabytes_per_second": 233.4, "predicted": [218.0, 250.0]},
+        "dram": {
+            "wrong": False,
+            "gigabytes_per_second": 233.4,
+            "copies_wrong": False,
+            "copies_gigabytes_per_second": 231.2,
+            "predicted": [218.0, 250.0],
+        },
         "mma": {
             kind: {"wrong": 0, "flops_per_clock": rate, "tflops": 230.0, "gigahertz": 2.41, "predicted": ranges[kind]}
             for kind, rate in rates.items()

@@ -40,7 +40,9 @@ def test_a_gb10_that_does_as_predicted() -> None:
     found = findings(healthy())
     assert list(found) == list(PROBE_CHECKS)
     assert {(finding.state, finding.command, finding.why) for finding in found.values()} == {("ok", "", "")}
-    assert found["probe-dram"].found == "233 GB/s are read; predicted: 218 to 250 GB/s"
+    assert found["probe-dram"].found == (
+        "233 GB/s are read by loads, 231 by bulk copies, as the layers read; predicted: 218 to 250 GB/s"
+    )
     assert found["probe-mma-mxf8f6f4"].found.startswith("2,040 FLOP per clock and SM; predicted: 2,048; 230 TFLOP/s")
     assert found["probe-layer-2048"].found.endswith("are read in 7,275 us; predicted: 7,972 to 9,154 us")
 
@@ -48,6 +50,8 @@ def test_a_gb10_that_does_as_predicted() -> None:
 PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
     # name -> part, what it tells otherwise, check, state, part of what is found, part of the remedy
     "slow memory": ("dram", {"gigabytes_per_second": 180.0}, "probe-dram", "warn", "180 GB/s", "close what else uses"),
+    "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk", "close what else uses"),
+    "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
     "wrong memory": ("dram", {"wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
     "slow MMAs": ("mma", {"mxf4": {"wrong": 0, "flops_per_clock": 2048.0, "tflops": 115.0, "gigahertz": 2.4,
                                    "predicted": [4096, 4096]}},

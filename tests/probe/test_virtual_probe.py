@@ -40,6 +40,26 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+def test_every_word_is_copied_once(target: Target) -> None:
+    """Each of the 48 blocks takes several pieces, so that stages are used again; one piece is of 16 bytes."""
+    print("seed", 2)
+    generator = torch.Generator().manual_seed(2)
+    sizes = [32_768] * 100 + [16, 80_000] + [4_096] * 150
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+    pieces = timing.Pieces.of(tensors, target.device)
+    blocks = target.sm_count
+    assert len(pieces.vectors) > 5 * blocks > 3 * blocks * 1.5
+    pieces.sums.fill_(-1)
+    assert target.virtual is not None
+    target.virtual.call(lambda *_: timing.BulkRead(target).run(pieces), *tensors, writes=())
+    cut = [part for tensor in tensors for part in tensor.split(32 << 10)]
+    found = pieces.sums.view(-1)[: blocks * timing.BULK_READ_WARPS].view(blocks, -1).long()
+    for block in range(blocks):
+        words = torch.cat([part.view(torch.int32).long() for part in cut[block::blocks]])
+        assert int(found[block].sum()) & 0xFFFFFFFF == int(words.sum()) & 0xFFFFFFFF, block
+    assert (pieces.sums.view(-1)[blocks * timing.BULK_READ_WARPS :] == -1).all()
+
+
 def test_every_word_is_read_once(target: Target) -> None:
     """Pieces of 32 KB, one that is shorter, and one of 16 bytes; each has a sum of its own."""
     print("seed", 1)

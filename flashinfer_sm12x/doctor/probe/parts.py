@@ -75,10 +75,13 @@ def _build(target: Target, tell: Tell, *calls: tuple[Any, ...]) -> None:
 
 
 def probe_dram(target: Target, tell: Tell) -> None:
-    """Sustained read."""
-    tell(wrong=timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18))
-    if target.virtual is None:
-        tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
+    """Sustained read, by plain loads and by bulk copies."""
+    for how, prefix in ((timing.StreamingRead, ""), (timing.BulkRead, "copies_")):
+        wrong = timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18, how)
+        tell(**{f"{prefix}wrong": wrong})
+        if target.virtual is None:
+            tell(**{f"{prefix}gigabytes_per_second": timing.sustained_read(target, READ_BYTES, how=how)})
+    tell(bytes=READ_BYTES)
     if target.device_class is GB10:
         tell(predicted=predicted.DRAM_GB_PER_SECOND)
 

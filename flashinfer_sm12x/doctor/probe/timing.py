@@ -16,6 +16,7 @@ from .target import Target, find_target
 
 FLUSH_BYTES = 256 << 20
 PIECE_BYTES, READ_WARPS = 32 << 10, 16
+BULK_READ_WARPS = 8  # kBulkReadWarps
 
 
 @dataclasses.dataclass
@@ -114,13 +115,23 @@ class StreamingRead:
         return time_graph(lambda: self.run(pieces), repeats), pieces.num_bytes
 
 
-def wrong_read(target: Target, size: int) -> bool:
+class BulkRead(StreamingRead):
+    """The same bytes by the layers' access pattern: bulk copies, three stages, one block an SM
+    (``include/flashinfer/sm12x/probe/bulk_read.cuh``)."""
+
+    def run(self, pieces: Pieces) -> None:
+        blocks = min(self._target.sm_count, len(pieces.vectors))
+        sums = pieces.sums.view(-1)[: blocks * BULK_READ_WARPS].view(blocks, BULK_READ_WARPS)
+        self._target.call("bulk_read", pieces.addresses, pieces.vectors, sums, writes=(sums,))
+
+
+def wrong_read(target: Target, size: int, how: type[StreamingRead] = StreamingRead) -> bool:
     """Whether the kernel's sum of ``size`` random bytes, a multiple of 16, differs from torch's."""
     generator = torch.Generator(target.device).manual_seed(1)
     words = torch.empty(size // 4, dtype=torch.int32, device=target.device)
     data = words.random_(-(2**31), 2**31 - 1, generator=generator)
     pieces = Pieces.of([data], target.device)
-    read = StreamingRead(target)
+    read = how(target)
     if target.virtual is not None:
         # The kernel gets addresses, which the virtual device does not take for arguments.
         target.virtual.call(lambda _: read.run(pieces), data, writes=())
@@ -129,9 +140,9 @@ def wrong_read(target: Target, size: int) -> bool:
     return pieces.total() != int(data.long().sum()) & 0xFFFFFFFF
 
 
-def sustained_read(target: Target, size: int, repeats: int = 12) -> float:
+def sustained_read(target: Target, size: int, repeats: int = 12, how: type[StreamingRead] = StreamingRead) -> float:
     """GB/s of reading ``size`` bytes, many times what L2 holds, the median."""
     data = torch.empty(size, dtype=torch.uint8, device=target.device)
     data.random_()
-    sample, num_bytes = StreamingRead(target).time_tensors([data], repeats)
+    sample, num_bytes = how(target).time_tensors([data], repeats)
     return num_bytes / sample.median / 1e3
