@@ -20,9 +20,9 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,9 +31,9 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 VLLM_COMMAND = "pip install vllm==0.33.0"
 
 
-def _host_memory() -> Any:
-    """The checkout's own, loaded as a file: ``import flashinfer`` may be the plain wheel, and takes torch."""
-    spec = importlib.util.spec_from_file_location("host_memory", ROOT / "flashinfer" / "sm12x" / "host_memory.py")
+def _own(name: str) -> Any:
+    """The checkout's own module, loaded as a file: ``import flashinfer`` may be the plain wheel, and takes torch."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "flashinfer" / "sm12x" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +42,18 @@ def _host_memory() -> Any:
     return module
 
 
-host_memory = _host_memory()
+host_memory = _own("host_memory")
+signals = _own("signals")
+
+
+def run(main: Callable[[], None], *errors: type[Exception]) -> NoReturn:
+    """End the process after ``main``; an error of a server, or one of ``errors``, is a line, and Ctrl-C, SIGTERM and SIGHUP are
+    one, after which nothing runs that was started."""
+    left = "what it started is ended, and a new run begins anew"
+    try:
+        sys.exit(signals.until_interrupted(Path(sys.argv[0]).name, main, left))
+    except (ServerEnded, *errors) as error:
+        sys.exit(str(error))
 
 
 def positive(text: str) -> int:

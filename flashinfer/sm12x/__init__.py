@@ -10,6 +10,7 @@
 ``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
 ``variables``  every environment variable: its values and its default
 ``instances``  the one table of kernel instances
+``signals``    Ctrl-C, SIGTERM and SIGHUP end a command in a line
 ``models``     sizes of models and layers; bytes of a matrix
 =============  ================================================================================
 """

@@ -274,7 +274,7 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("probe", [False, True])
 def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
-    machine: Machine, number: signal.Signals, probe: bool
+    machine: Machine, plain_signals: None, number: signal.Signals, probe: bool
 ) -> None:
     pids = machine.root / "pids"
     hangs = f"PIDS = {str(pids)!r}\n{HANGS}"
@@ -286,8 +286,6 @@ def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
     (machine.root / "sent.json").write_text("a good one")
     command = [str(machine.python), str(DOCTOR), *(["--probe", "--report", "sent.json"] if probe else [])]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Shells have what they start in the background ignore it.
-    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **pipes) as asked:
         until = time.monotonic() + 120
         while not (pids.exists() and len(pids.read_text().split()) == 2):

@@ -379,7 +379,9 @@ def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
     """Address, shape and the storage's size stay; a storage that starts earlier ends earlier, here 64 bytes before the
     first one, and a resize would let the tensor end behind it."""
     memory, size = bytearray(512), 256
-    first = next(place for place in range(64) if torch.frombuffer(memory, dtype=torch.uint8)[place].data_ptr() % 64 == 0)
+    first = next(
+        place for place in range(64) if torch.frombuffer(memory, dtype=torch.uint8)[place].data_ptr() % 64 == 0
+    )
 
     def view(start: int, offset: int) -> torch.Tensor:
         storage = torch.frombuffer(memory, dtype=torch.uint8, offset=first + start, count=size)
