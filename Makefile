@@ -23,16 +23,16 @@
 # Variables: PYTHON (an interpreter, 3.10-3.13), VENV (an environment to use), TORCH (what pip installs as torch).
 
 PYTHON ?= python3
-ifeq ($(shell command -v $(PYTHON)),)
+ifeq ($(shell command -v "$(PYTHON)"),)
 $(error there is no $(PYTHON). On Debian and Ubuntu: apt-get install python3-venv, or make PYTHON=/path/to/python3.12 ...)
 endif
 ifndef VENV
 # What is wrong with the interpreter, env says.
-VENV := $(shell $(PYTHON) tools/create_env.py --find 2>/dev/null || echo .venv)
+VENV := $(shell "$(PYTHON)" tools/create_env.py --find 2>/dev/null || echo .venv)
 endif
-PY := $(VENV)/bin/python
+PY := "$(VENV)/bin/python"
 # The environment's ninja, ruff and so on, for whatever the commands below start.
-export PATH := $(abspath $(VENV))/bin:$(PATH)
+export PATH := $(if $(filter /%,$(VENV)),,$(CURDIR)/)$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 PYTEST_ARGS ?=
@@ -52,7 +52,7 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 # Its packages come before those of $(VENV), which it sees through a .pth file: torch is there once.
 VLLM_VENV ?= .venv-vllm
 # DAYS=7: today's share of the tests, beside each other; tests/vllm_plugin/days.py says which.
-VLLM_SHARE = $(if $(filter-out 1,$(DAYS)),--slow-share=$(shell $(PYTHON) -c \
+VLLM_SHARE = $(if $(filter-out 1,$(DAYS)),--slow-share=$(shell "$(PYTHON)" -c \
 	"import datetime; print(f'{datetime.date.today().toordinal() % $(DAYS)}/$(DAYS)')") -n $(TEST_JOBS) --dist worksteal)
 # vLLM asks for nvcc in CUDA_HOME or /usr/local/cuda, and finds none of pip's; README has its user name it so.
 VLLM_TESTS = CUDA_HOME="$$($(PY) -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')" \
@@ -64,7 +64,7 @@ all: test
 
 # Quick when nothing is missing.
 env:
-	@$(PYTHON) tools/create_env.py $(VENV)
+	@"$(PYTHON)" tools/create_env.py "$(VENV)"
 
 # Before anything is downloaded.
 compiler:
@@ -97,7 +97,7 @@ $(VLLM_VENV)/complete: tests/vllm_plugin/requirements.txt tests/vllm_plugin/requ
 
 # The virtual SM121 in a process of its own, as in test.
 test-vllm: env emulator
-	$(MAKE) VENV=$(VENV) $(VLLM_VENV)/complete
+	$(MAKE) VENV="$(VENV)" $(VLLM_VENV)/complete
 	$(VLLM_TESTS) tests/vllm_plugin --ignore=tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)
 # pytest's 5: none of them is today's.
 	$(VLLM_TESTS) tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)$(if $(VLLM_SHARE), || test $$? = 5)
@@ -117,7 +117,7 @@ test-upstream-patch: env emulator
 
 demo: compiler
 	@echo "The demo takes about two minutes on two cores, plus, the first time, some GB of packages in $(VENV)."
-	@$(PYTHON) tools/create_env.py --demo $(VENV) -- $(MAKE) -s -C emulator -j$(TEST_JOBS)
+	@"$(PYTHON)" tools/create_env.py --demo "$(VENV)" -- $(MAKE) -s -C emulator -j$(TEST_JOBS)
 	@$(PY) tools/demo.py $(DEMO_ARGS)
 
 bench: env
@@ -127,12 +127,12 @@ lint: env
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	@if [ -n "$(CXX_SOURCES)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES); fi
+	@if [ -n "$(CXX_SOURCES)" ]; then "$(VENV)/bin/clang-format" --dry-run --Werror $(CXX_SOURCES); fi
 
 format: env
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	@if [ -n "$(CXX_SOURCES)" ]; then $(VENV)/bin/clang-format -i $(CXX_SOURCES); fi
+	@if [ -n "$(CXX_SOURCES)" ]; then "$(VENV)/bin/clang-format" -i $(CXX_SOURCES); fi
 
 clean:
 	$(MAKE) -C emulator clean

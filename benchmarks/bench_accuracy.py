@@ -103,8 +103,7 @@ def report(subject: models.Subject, windows: list[list[int]], text: str, found: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    return in_a_line("bench", lambda: run(arguments))
+    return in_a_line("bench", lambda: run(parse(argv)))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -141,6 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"wrote {picture}")
     except ImportError as error:
         print(f"no picture: {error}")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{path} is written, its picture is not") from None
     return 0
 
 

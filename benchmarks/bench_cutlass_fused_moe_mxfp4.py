@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import emulate
 import host_cost
+import timing
 import torch
 import tqdm
 from peers import PEERS, TOLERANCE, Layer, Peer, find_peers
@@ -234,4 +235,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    timing.run(main)

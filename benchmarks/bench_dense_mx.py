@@ -18,12 +18,12 @@ import dataclasses
 import functools
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import emulate
+import timing
 import torch
 from peers import LIBRARY, find_peers, in_vllm
 from timing import (
@@ -247,4 +247,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    timing.run(main)

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import timing
 from perfmodel.step import read_report
 from timing import file
 from token_bench import owner, results
@@ -90,4 +91,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    timing.run(main)

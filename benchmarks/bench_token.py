@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import emulate
+import timing
 import torch
 from peers import load_marlin
 from perfmodel.drafts import DRAFTS
@@ -152,10 +153,29 @@ def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measure
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
     """Measure all that was asked for, and write it down step by step."""
-    began = time.monotonic()
     about = machine() | {"read_gb_per_second": streaming_read()}
     path = arguments.out / f"{arguments.name}.json"
     found: list[results.Measured] = []
+    try:
+        measure_all(arguments, path, about, found)
+    except KeyboardInterrupt:
+        known = any(step.replay is not None for step in found)
+        left = (
+            f"{path} has the steps measured so far, and --render {path} shows them" if known else "nothing was written"
+        )
+        raise KeyboardInterrupt(left) from None
+    if not any(step.replay is not None for step in found):
+        print(f"bench: nothing was measured, so the files of {path.with_suffix('')} are as they were", file=sys.stderr)
+        return 1
+    publish(about, found, arguments.out, arguments.name)
+    return 0
+
+
+def measure_all(
+    arguments: argparse.Namespace, path: Path, about: dict[str, Any], found: list[results.Measured]
+) -> None:
+    """Add each step to ``found`` once it is measured, and write all of them to ``path``."""
+    began = time.monotonic()
     for name, stack in itertools.product(arguments.models, arguments.stacks):
         size = MODELS[name]
         separate = (["bf16"], ["separate"], ["separate"])
@@ -182,11 +202,6 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     results.save(path, about, found)
-    if not any(step.replay is not None for step in found):
-        print(f"bench: nothing was measured, so the files of {path.with_suffix('')} are as they were", file=sys.stderr)
-        return 1
-    publish(about, found, arguments.out, arguments.name)
-    return 0
 
 
 def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str) -> None:
@@ -456,4 +471,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    timing.run(main)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tabulate import tabulate
@@ -25,9 +25,15 @@ import flashinfer
 from flashinfer.testing import BoundViolation, check_within_bound
 from flashinfer_sm12x.doctor.probe.timing import Sample, time_graph
 from flashinfer_sm12x.files import json_file, written_whole
+from flashinfer_sm12x.signals import until_interrupted
 
 T = TypeVar("T")
 QUANTIZED_ROWS = 16_384
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """End the process after a benchmark's ``main``, or with a line after Ctrl-C, SIGTERM or SIGHUP."""
+    sys.exit(until_interrupted("bench", main, "files that it wrote are whole"))
 
 
 def machine() -> dict[str, Any]:

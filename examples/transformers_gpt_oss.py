@@ -28,13 +28,16 @@ def positive(text: str) -> int:
 
 
 def main() -> int:
+    return in_a_line("transformers_gpt_oss", lambda: write(parse()))
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, or a name on the Hugging Face hub")
     parser.add_argument("prompt")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8")
     parser.add_argument("--tokens", type=positive, default=32)
-    given = parser.parse_args()
-    return in_a_line("transformers_gpt_oss", lambda: write(given))
+    return parser.parse_args()
 
 
 def write(given: argparse.Namespace) -> int:

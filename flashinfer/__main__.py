@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -47,6 +46,7 @@ import click
 from tabulate import tabulate
 
 from flashinfer_sm12x.counted import counted
+from flashinfer_sm12x.signals import ended_by_signals
 
 from .sm12x.device_class import CLASSES
 from .sm12x.models import MOE_LAYERS
@@ -100,27 +100,20 @@ def get_cuda_version() -> Any:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Errors of a build or of the file system, Ctrl-C and SIGTERM end the command with what they say, exit status 1."""
-
-    def end(number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}: {resumes}")
-
-    resumes = "what is done stays, and the same command resumes from there"
-
-    handler = signal.getsignal(signal.SIGTERM)
-    with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except BrokenPipeError:  # click's: nobody reads the output
-        raise
-    except (RuntimeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    except KeyboardInterrupt as error:
-        raise click.ClickException(str(error) or f"interrupted: {resumes}") from error
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGTERM, handler)
+    """Errors of a build or of the file system end the command with what they say, exit status 1; Ctrl-C, SIGTERM and SIGHUP
+    with what is left, exit status 128 and the signal's number."""
+    with ended_by_signals() as ending:
+        try:
+            yield
+        except BrokenPipeError:  # click's: nobody reads the output
+            raise
+        except (RuntimeError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt as error:
+            left = str(error) or "what is done stays, and the same command resumes from there"
+            ended: Any = click.ClickException(f"interrupted by {ending.signal.name}: {left}")
+            ended.exit_code = ending.status
+            raise ended from error
 
 
 _export_compile_commands: Any = _upstream.export_compile_commands_cmd.callback
@@ -280,7 +273,8 @@ def sm12x_cache_list_cmd() -> None:
     """Show every compiled module: for what, how large, when"""
     from .jit.sm12x import cache
 
-    found = cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR)
+    with _in_one_line():
+        found = cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR)
     rows = [
         (m.name, m.target, f"{m.bytes / (1 << 20):.1f}", _when(m.built), "yes" if m.complete else "no") for m in found
     ]
@@ -302,14 +296,15 @@ def sm12x_cache_clear_cmd(module: str | None, older_than: float | None, dry_run:
         found = cache.chosen(cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR), module, older_than)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    for each in found:
-        try:
-            if not dry_run:
-                cache.remove(each)
-        except OSError as error:
-            kept.append(f"{each.folder} stays: {error}")
-            continue
-        click.echo(f"{'would remove' if dry_run else 'removed'} {each.folder}, {each.bytes / (1 << 20):.1f} MiB")
+    with _in_one_line():
+        for each in found:
+            try:
+                if not dry_run:
+                    cache.remove(each)
+            except OSError as error:
+                kept.append(f"{each.folder} stays: {error}")
+                continue
+            click.echo(f"{'would remove' if dry_run else 'removed'} {each.folder}, {each.bytes / (1 << 20):.1f} MiB")
     if not found:
         click.echo("nothing to remove")
     if kept:
@@ -330,9 +325,11 @@ def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
     try:
         with _in_one_line():
             rows = [row for spec in _sm12x_specs(everything) for row in report.instance_rows(spec)]
-    except click.ClickException as error:
-        hint = f"\n'python -m flashinfer sm12x-build{' --all' * everything}' builds it."
-        raise click.ClickException(error.message + hint * ("build it first" in error.message)) from error
+    except click.ClickException as ended:
+        error: Any = ended
+        if "build it first" in error.message:
+            error.message += f"\n'python -m flashinfer sm12x-build{' --all' * everything}' builds it."
+        raise
     rows.sort(key=lambda row: (row.architecture, row.tactic, row.gemm))
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=1))

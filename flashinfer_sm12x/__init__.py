@@ -8,6 +8,7 @@ without, ``import flashinfer``, whose ``__init__`` runs upstream's code. Its sub
 ``host_memory``  memory of a host that shares it with its GPU
 ``files``        output that is written whole or not at all; JSON whose errors name the file
 ``counted``      counts in messages
+``signals``      Ctrl-C, SIGTERM and SIGHUP end a command in a line
 ``build``        the build engine: CUDA toolchain, build hash, jobs, trust, diagnosis
 ``vllm``         vLLM's plugin
 ``doctor``       ``python -m flashinfer sm12x-doctor``

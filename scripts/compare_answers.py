@@ -43,6 +43,7 @@ import vllm_server
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from flashinfer_sm12x.quantize.files import UserError, read_text  # noqa: E402
 from flashinfer_sm12x.vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
 
 TEXTS = REPO / "flashinfer_sm12x" / "quantize" / "texts" / "evaluation"
@@ -88,6 +89,10 @@ def arguments() -> argparse.Namespace:
         parser.error("give a model, whose servers are started, or --urls")
     if len(given.urls or given.ways) < 2:
         parser.error("two servers are compared, or more: the first is the reference")
+    try:  # before a server is started, which takes minutes
+        given.texts = [read_text(path) for path in ([given.text] if given.text else sorted(TEXTS.glob("*.txt")))]
+    except UserError as error:
+        parser.error(f"--text: {error}")
     if given.decode < 2:
         parser.error("--decode: the first token is the prompt's, so that two are the least")
     return given
@@ -134,8 +139,7 @@ def served_model(url: str) -> str:
 
 def tokenized(given: argparse.Namespace, url: str, model: str) -> list[list[int]]:
     """The texts in tokens, by the server."""
-    texts = [path.read_text(encoding="utf-8") for path in ([given.text] if given.text else sorted(TEXTS.glob("*.txt")))]
-    bodies = ({"model": model, "prompt": text, "add_special_tokens": False} for text in texts)
+    bodies = ({"model": model, "prompt": text, "add_special_tokens": False} for text in given.texts)
     return [post(url, "/tokenize", body)["tokens"] for body in bodies]
 
 
@@ -313,7 +317,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (Refused, vllm_server.ServerEnded, OSError) as error:
-        sys.exit(str(error))
+    vllm_server.run(main, Refused, OSError)

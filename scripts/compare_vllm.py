@@ -117,7 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except vllm_server.ServerEnded as error:
-        sys.exit(str(error))
+    vllm_server.run(main)

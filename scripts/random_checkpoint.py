@@ -185,9 +185,14 @@ def main() -> None:
         "num_local_experts": given.experts,
         "vocab_size": given.vocabulary,
     }
-    write(given.folder, given.seed, sizes)
+    try:
+        write(given.folder, given.seed, sizes)
+    except BaseException:  # a part of a checkpoint is of no use, and the folder was empty
+        for file in given.folder.iterdir():
+            file.unlink()
+        raise
     print(f"{given.folder}: {given.layers} layers, seed {given.seed}")
 
 
 if __name__ == "__main__":
-    main()
+    vllm_server.run(main)

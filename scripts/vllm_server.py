@@ -20,9 +20,9 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,9 +32,19 @@ VLLM_COMMAND = "pip install vllm==0.33.0"
 
 
 sys.path.append(str(ROOT))  # last: an installed fork is the one that the server imports
-from flashinfer_sm12x import host_memory  # noqa: E402
+from flashinfer_sm12x import host_memory, signals  # noqa: E402
 
 sys.path.pop()  # the checkout's entry point must not pass for an installed plugin
+
+
+def run(main: Callable[[], None], *errors: type[Exception]) -> NoReturn:
+    """End the process after ``main``; an error of a server, or one of ``errors``, is a line, and Ctrl-C, SIGTERM and SIGHUP are
+    one, after which nothing runs that was started."""
+    left = "what it started is ended, and a new run begins anew"
+    try:
+        sys.exit(signals.until_interrupted(Path(sys.argv[0]).name, main, left))
+    except (ServerEnded, *errors) as error:
+        sys.exit(str(error))
 
 
 def positive(text: str) -> int:

@@ -79,7 +79,9 @@ def arguments() -> argparse.Namespace:
 def requests(given: argparse.Namespace) -> list[Request]:
     if given.replay:
         try:
-            return [Request(**json.loads(line)) for line in given.replay.read_text().splitlines() if line]
+            return [
+                Request(**json.loads(line)) for line in given.replay.read_text(encoding="utf-8").splitlines() if line
+            ]
         except (OSError, ValueError, TypeError) as error:
             sys.exit(f"--replay: {given.replay} holds no requests, one in a line: {error}")
     generator = random.Random(given.seed)
@@ -179,10 +181,10 @@ def reproduce(watch: Watch, lost: list[Request]) -> str:
 
 def main() -> None:
     given = arguments()
+    work = requests(given)
     vllm_server.need("vllm", "aiohttp")
     vllm_server.gpu_bytes()
     out = vllm_server.folder(given.out, "watch_server_")
-    work = requests(given)
     total, crashes, watch = len(work), 0, Watch(given, out)
     print(f"seed {given.seed}; logs: {out}", flush=True)
     while work and crashes < given.crashes:
@@ -205,7 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except vllm_server.ServerEnded as error:
-        sys.exit(str(error))
+    vllm_server.run(main)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import forked_python
@@ -77,6 +78,17 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHINFER_SM12X_CHECK", raising=False)
     if os.environ.get("FLASHINFER_SM12X_MOE") == "0":
         monkeypatch.delenv("FLASHINFER_SM12X_MOE")
+
+
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Signals as a command finds them that somebody starts by hand, also where the tests run with some ignored, as in the
+    background of a shell and under nohup."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ Upstream knows toolkits laid out as NVIDIA's installers do it. Here its function
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -162,12 +163,7 @@ def run_ninja(
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
         ToolchainError: ninja is not installed.
     """
-    if odd := re.search("[$ ]", str(workdir)):
-        raise JitBuildError(
-            workdir.name,
-            f"the cache path holds a {odd[0].replace(' ', 'space')}, which upstream's build files do not quote: {workdir}",
-            hint="set FLASHINFER_WORKSPACE_BASE to a folder without one",
-        )
+    _require_plain_paths(workdir)
     if max_jobs is None:
         max_jobs = _upstream._get_num_workers()
     with explained_os_errors(workdir.name, workdir):
@@ -178,6 +174,21 @@ def run_ninja(
         log = workdir / "build.log"
         log.write_text(output, encoding="utf-8")
     raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(status, output))
+
+
+def _require_plain_paths(workdir: Path) -> None:
+    """Raise :class:`JitBuildError` where a path of upstream's build files holds what they do not quote."""
+    paths = [
+        ("the cache path", workdir, "set FLASHINFER_WORKSPACE_BASE to a folder without one"),
+        ("FlashInfer's path", jit_env.FLASHINFER_INCLUDE_DIR, "install FlashInfer in an environment without one"),
+    ]
+    with contextlib.suppress(toolchain.ToolchainError):  # which a build file of a compiler's needs not
+        paths.append(("the CUDA toolkit's path", find_toolkit().root, "set CUDA_HOME to a link without one"))
+    for what, path, hint in paths:
+        if odd := re.search("[$ ]", str(path)):
+            character = odd[0].replace(" ", "space")
+            message = f"{what} holds a {character}, which upstream's build files do not quote: {path}"
+            raise JitBuildError(workdir.name, message, hint=hint)
 
 
 def _ninja(

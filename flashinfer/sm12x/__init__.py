@@ -9,6 +9,7 @@
 ``tune``       what upstream's autotuner has timed
 ``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
 ``instances``  the one table of kernel instances
+``signals``    Ctrl-C, SIGTERM and SIGHUP end a command in a line
 ``models``     sizes of models and layers; bytes of a matrix
 =============  ================================================================================
 """

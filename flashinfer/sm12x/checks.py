@@ -334,9 +334,10 @@ def require_tensor(
 class Unchanged:
     """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps weak references to the objects, and of each its address, the size of its storage, shape, strides and dtype.
-    ``tensor.data = other``, ``set_`` and a resized storage change one of them. The address alone does not tell: a storage
-    that was resized twice may be back at its first address, smaller.
+    It keeps weak references to the objects, and of each its address, its offset in its storage and that one's size, shape,
+    strides and dtype. ``tensor.data = other``, ``set_`` and a resized storage change one of them. The address alone does
+    not tell: a storage that was resized twice may be back at its first address, smaller. Nor does it with the size: a
+    storage of that size that starts below the address ends earlier.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
@@ -346,6 +347,7 @@ class Unchanged:
             else (
                 weakref.ref(each),
                 each.data_ptr(),
+                each.storage_offset(),
                 each.untyped_storage().nbytes(),
                 each.shape,
                 None if each.is_contiguous() else each.stride(),  # cheaper to ask again
@@ -363,11 +365,12 @@ class Unchanged:
                 if tensor is not None:
                     return False
                 continue
-            reference, start, size, shape, strides, dtype = known
+            reference, start, offset, size, shape, strides, dtype = known
             if (
                 tensor is None
                 or reference() is not tensor
                 or tensor.data_ptr() != start
+                or tensor.storage_offset() != offset
                 or tensor.untyped_storage().nbytes() != size
                 or tensor.shape != shape
                 or (not tensor.is_contiguous() if strides is None else tensor.stride() != strides)

@@ -96,7 +96,12 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
         _environment(*_known_gpus()),
         concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool,
     ):
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except KeyboardInterrupt:  # of this process alone, it may be
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def _known_gpus() -> tuple[str, str]:

@@ -9,17 +9,16 @@ with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..signals import ended_by_signals
 from . import checks, probing, remedies
 from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
@@ -151,17 +150,16 @@ def main(arguments: Sequence[str]) -> int:
     if options.probe and (reason := why_not_written(report)):
         say(f"sm12x-doctor: --report {report}: {reason}; name a file in a folder that you can write to", sys.stderr)
         return 2
-    with ended_by_signals():
+    with ended_by_signals() as ending:
         try:
             facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
             if options.probe:
                 facts |= probing.measure(options.timeout)
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             left = f"; {report} is as it was" if options.probe else ""
             text = "all that was started is ended, compiled modules stay, and a new run asks everything again"
-            name = str(error) or "SIGINT"
-            say(f"sm12x-doctor: interrupted by {name}: {text}{left}", sys.stderr)
-            return 128 + signal.Signals[name]
+            say(ending.line("sm12x-doctor", text + left), sys.stderr)
+            return ending.status
     findings = diagnose(Answers(facts, os.environ), options.timeout)
     printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
     if not printed:
@@ -189,22 +187,3 @@ def why_not_written(path: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt with their name, so that what was started is ended."""
-
-    def end(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = {}
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

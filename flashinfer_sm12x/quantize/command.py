@@ -79,13 +79,13 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     UserError
         Why the folder cannot be filled; raised before anything is downloaded or written if the cause can be known then.
     KeyboardInterrupt
-        Ctrl-C, with how to go on.
+        Ctrl-C or a signal, with how to go on.
     """
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")  # gpt-oss's experts run on this fork's operator, on Hopper too
     try:
         _quantize(request, say)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_what_is_there(request.out)}") from None
+        raise KeyboardInterrupt(_what_is_there(request.out)) from None
     except Exception as error:
         if (line := told(error)) is None:
             raise

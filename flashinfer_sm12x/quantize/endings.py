@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..signals import until_interrupted
 from .files import UserError
-
-INTERRUPTED = 130
-"""A shell's exit status for Ctrl-C."""
 
 
 class ModelError(UserError):
@@ -64,14 +62,15 @@ def running(name: str, verb: str) -> Iterator[None]:
 
 
 def in_a_line(program: str, body: Callable[[], int]) -> int:
-    """The exit status of ``body``; 2 behind a line of an error, 130 behind Ctrl-C."""
-    try:
-        return body()
-    except KeyboardInterrupt:
-        print(f"\n{program}: interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        if (line := told(error)) is None:
-            raise
-        print(f"{program}: {line}", file=sys.stderr)
-        return 2
+    """The exit status of ``body``; 2 after a line of an error, 128 and a signal's number after the line of that one."""
+
+    def without_errors() -> int:
+        try:
+            return body()
+        except Exception as error:
+            if (line := told(error)) is None:
+                raise
+            print(f"{program}: {line}", file=sys.stderr)
+            return 2
+
+    return until_interrupted(program, without_errors, "nothing was written")

@@ -34,12 +34,18 @@ case "$1" in --version) echo 'Cuda compilation tools, release 13.0, V13.0.88'; e
 host=${NVCC_CCBIN:-g++}
 command -v "$host" > /dev/null || { echo 'nvcc fatal   : Failed to preprocess host compiler properties.'; exit 1; }
 for flag in $NVCC_APPEND_FLAGS; do echo "nvcc fatal   : Unknown option '$flag'"; exit 1; done
-words=
-while [ $# -gt 0 ]; do
-  case "$1" in -gencode=*|--compiler-options=*) ;; -ccbin) host=$2; shift ;; -c) words="$words -x c++ -c" ;; *) words="$words $1" ;; esac
+for word; do
   shift
+  case "$before$word" in
+    -gencode=*|--compiler-options=*|-ccbin) ;;
+    -ccbin*) host=$word ;;
+    -c) set -- "$@" -x c++ -c ;;
+    *) set -- "$@" "$word" ;;
+  esac
+  before=
+  [ "$word" != -ccbin ] || before=-ccbin
 done
-exec "$host" -D__global__= -fPIC $words
+exec "$host" -D__global__= -fPIC "$@"
 """
 
 PIP = """
@@ -141,8 +147,9 @@ class Machine:
                 (self.root / "bin" / name).symlink_to(found)
         self.program("bin/sudo", 'exec "$@"')
         install = f"""
-echo apt-get "$@" >> {self.root}/installed
-for package; do [ ! -d {self.root}/packages/$package ] || {COPY} {self.root}/packages/$package/. {self.root}; done"""
+cd {shlex.quote(str(self.root))}
+echo apt-get "$@" >> installed
+for package; do [ ! -d "packages/$package" ] || {COPY} "packages/$package/." .; done"""
         self.program("bin/apt-get", install)
         write_tree(self.site, {"pip/__main__.py": f"ROOT = {str(self.root)!r}\n{PIP}"})
         self.program("bin/systemd-detect-virt", "echo none")  # what runs the tests may be a container
@@ -282,8 +289,9 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
 
     def paste(self, commands: list[str]) -> tuple[Diagnosis, dict[str, str], list[int]]:
         """Run commands in one shell, and the doctor behind them there: what it says, the variables, the exit statuses."""
-        lines = ["exec 3>&1 >/dev/null", *(f"{command}\necho $? >> {self.root}/statuses" for command in commands)]
-        lines += [f"env -0 > {self.root}/variables", f"exec {self.python} {DOCTOR} --json >&3"]
+        root, doctor = shlex.quote(str(self.root)), shlex.join(map(str, (self.python, DOCTOR)))
+        lines = ["exec 3>&1 >/dev/null", *(f"{command}\necho $? >> {root}/statuses" for command in commands)]
+        lines += [f"env -0 > {root}/variables", f"exec {doctor} --json >&3"]
         (self.root / "statuses").touch()
         result = self.run(str(self.root / "bin" / "bash"), "-c", "\n".join(lines))
         pairs = (self.root / "variables").read_text().split("\0")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,9 @@ def test_a_vllm_that_does_not_import_ends_in_unknown(machine: Machine, how: str)
 def test_programs_and_a_flashinfer_that_hang_end_in_unknown(machine: Machine) -> None:
     rows = {"toolkit/bin/nvcc": "build", "bin/nvidia-smi": "gpu"}
     for program in rows:
-        machine.program(program, f"echo $$ >> {machine.root}/hang; trap '' TERM; while :; do /bin/sleep 600; done")
+        machine.program(
+            program, f"echo $$ >> {shlex.quote(str(machine.root))}/hang; trap '' TERM; while :; do /bin/sleep 600; done"
+        )
     machine.torch("13.0", [])
     write_tree(machine.wheel, {"flashinfer/plain.py": "import time; time.sleep(600)"})
     found = machine.diagnose("--timeout", LIMIT)
@@ -106,8 +109,10 @@ def test_it_ends_without_a_traceback_whatever_it_lacks(machine: Machine, how: st
 def test_a_working_directory_that_is_gone_is_named_and_left(machine: Machine) -> None:
     """torch cannot be loaded from there; the command is a shell's own."""
     machine.variables["HOME"] = str(machine.root)
-    doctor = f"{machine.python} {DOCTOR} --json"
-    script = f"mkdir gone; cd gone; rm -r ../gone; {doctor} > {machine.root}/before; cd; exec {doctor}"
+    doctor = shlex.join([str(machine.python), str(DOCTOR), "--json"])
+    script = (
+        f"mkdir gone; cd gone; rm -r ../gone; {doctor} > {shlex.quote(str(machine.root))}/before; cd; exec {doctor}"
+    )
     done = machine.run("/bin/sh", "-c", script)
     rows = [
         {finding["check"]: finding for finding in json.loads(text)["findings"]}

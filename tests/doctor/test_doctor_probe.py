@@ -278,7 +278,7 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("probe", [False, True])
 def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
-    machine: Machine, number: signal.Signals, probe: bool
+    machine: Machine, plain_signals: None, number: signal.Signals, probe: bool
 ) -> None:
     pids = machine.root / "pids"
     hangs = f"PIDS = {str(pids)!r}\n{HANGS}"

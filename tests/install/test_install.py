@@ -149,7 +149,7 @@ def test_import_finds_the_fork(request, environment, checkout: Path, kind: str, 
         "print(flashinfer.__file__, flashinfer.__path__[1], fork_root(), wheel_root(), sep='\\n')"
     )
     upstream = str(environment.site / "flashinfer")
-    assert environment.run("-c", code).stdout.split() == [
+    assert environment.run("-c", code).stdout.splitlines() == [
         str(tree / "flashinfer" / "__init__.py"),
         upstream,
         str(tree),

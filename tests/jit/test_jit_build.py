@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -518,11 +519,12 @@ def test_log_and_progress(
     project: Project, jit_log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project.build(max_jobs=1, verbose=True)
-    assert f"-c {project.root}/src/a.cu" in capsys.readouterr().err
+    source = f"-c {shlex.quote(f'{project.root}/src/a.cu')}"
+    assert source in capsys.readouterr().err
     log = project.plan().log.read_text()
     for name in ("a.o", "b.o", "c.o", "demo.so"):
         assert re.search(rf" -o tmp/\S*\b{name}\.new && mv ", log)
-    assert f"-c {project.root}/src/a.cu" in log
+    assert source in log
     lines = [record.getMessage() for record in jit_log.records]
     assert lines == [
         "building demo: 3 of 3 objects are missing; 1 compilers at once (1 asked for)",

@@ -21,7 +21,7 @@ from jit_processes import run_python
 from layer_toys import REPO
 
 from flashinfer import __main__ as command_line
-from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x import cache, modules
 from flashinfer_sm12x.build import inspect_sass
 from flashinfer_sm12x.build.toolchain import ToolchainError
 from flashinfer_sm12x.doctor import questions
@@ -97,18 +97,24 @@ def test_the_doctor_wants_what_sm12x_build_builds(workspace: Path, monkeypatch: 
     assert len([name for name in told if name.startswith("module ")]) == len(modules.gen_operator_modules())
 
 
-@pytest.mark.parametrize("command", ["sm12x-build", "sm12x-instances"])
-def test_sigterm_ends_a_command_in_a_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(_everything: bool) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("command", ["sm12x-build", "sm12x-instances", "sm12x-cache list", "sm12x-cache clear"])
+def test_a_signal_ends_a_command_in_a_line(
+    command: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, plain_signals: None
+) -> None:
+    def ended(*_: object) -> None:
+        os.kill(os.getpid(), number)
         time.sleep(60)
 
     monkeypatch.setattr(command_line, "_sm12x_specs", ended)
-    before = signal.getsignal(signal.SIGTERM)
-    shown = _invoke(command)
-    text = "Error: ended by SIGTERM: what is done stays, and the same command resumes from there"
-    assert (shown.exit_code, shown.output.splitlines()) == (1, [text])
-    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(cache, "cached_modules" if command.endswith("list") else "remove", ended)
+    module = cache.CachedModule("small", "x", Path("/nowhere"), 1, 0.0, True)
+    monkeypatch.setattr(cache, "chosen", lambda *_: [module])
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    shown = _invoke(*command.split())
+    text = f"Error: interrupted by {number.name}: what is done stays, and the same command resumes from there"
+    assert (shown.exit_code, shown.output.splitlines()) == (128 + number, [text])
+    assert {each: signal.getsignal(each) for each in before} == before
 
 
 def test_an_error_of_the_system_ends_a_command_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +188,9 @@ def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytes
 
     monkeypatch.setattr(modules, "gen_fused_moe_module", Interrupted)
     shown = _invoke("sm12x-build")
-    assert shown.exit_code == 1
-    assert shown.output.splitlines() == ["Error: building small was interrupted: 3 of 5 objects are built and stay"]
+    assert shown.exit_code == 130
+    text = "Error: interrupted by SIGINT: building small was interrupted: 3 of 5 objects are built and stay"
+    assert shown.output.splitlines() == [text]
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,15 @@ class Failing:
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_each_write_that_fails_is_explained(
-    use: Callable[[Project], None], project: Project, workspace: Path, monkeypatch: pytest.MonkeyPatch
+    use: Callable[[Project], None],
+    project: Project,
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """One at a time; a hard link that fails costs a compilation and no more."""
+    if use is run_upstreams_ninja:
+        request.getfixturevalue("upstream_builds_here")
     project.names = ["c"]
     failed = []
     for left in range(200):

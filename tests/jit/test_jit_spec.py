@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked_python
@@ -168,6 +169,7 @@ def test_other_upstream_modules_keep_their_names(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_upstreams_module_has_upstreams_flags(workspace: Path) -> None:
     """The commands of the engine are those of upstream's build file, but for their order and their outputs."""
     spec = fused_moe.gen_cutlass_fused_moe_sm120_upstream_module()
@@ -199,6 +201,7 @@ def test_adopted_module_is_built_and_links_the_driver(workspace: Path) -> None:
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> None:
     spec = core.gen_jit_spec("plain", [workspace / "plain.cpp"])
     spec.write_ninja()
@@ -222,6 +225,7 @@ def test_headers_without_a_compiler_are_a_cuda_path(tmp_path: Path, monkeypatch:
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
     source = workspace / "broken.cpp"
     source.write_text("#include <cublasLt.h>\n#include <none.h>\nint x = y;\n")
@@ -234,6 +238,33 @@ def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
     assert lines[-1] == f"Log: {workspace}/cached_ops/broken/build.log"
     assert len(lines) == 3
     assert "FAILED: " in (workspace / "cached_ops" / "broken" / "build.log").read_text()
+
+
+@pytest.mark.parametrize("odd", [" ", "$"])
+@pytest.mark.parametrize(
+    ("what", "fix"),
+    [
+        ("the cache path", "set FLASHINFER_WORKSPACE_BASE to a folder without one"),
+        ("FlashInfer's path", "install FlashInfer in an environment without one"),
+        ("the CUDA toolkit's path", "set CUDA_HOME to a link without one"),
+    ],
+)
+def test_upstreams_build_says_which_path_it_does_not_quote(
+    what: str, fix: str, odd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before ninja is started, in whose words it would be a file that is not there."""
+    paths = {"the cache path": "/c", "FlashInfer's path": "/f", "the CUDA toolkit's path": "/t"}
+    paths[what] += f"{odd}d"
+    monkeypatch.setattr(jit_env, "FLASHINFER_INCLUDE_DIR", Path(paths["FlashInfer's path"]))
+    monkeypatch.setattr(cpp_ext, "find_toolkit", lambda: SimpleNamespace(root=Path(paths["the CUDA toolkit's path"])))
+    monkeypatch.setattr(cpp_ext, "_ninja", lambda *_: pytest.fail("it was started"))
+    folder = Path(paths["the cache path"]) / "cached_ops" / "demo"
+    character = {" ": "space"}.get(odd, odd)
+    path = folder if what == "the cache path" else paths[what]
+    with pytest.raises(JitBuildError) as caught:
+        cpp_ext.run_ninja(folder, folder / "build.ninja", False)
+    told = f"building demo failed: {what} holds a {character}, which upstream's build files do not quote: {path}"
+    assert str(caught.value) == f"{told}\nHint: {fix}"
 
 
 @needs_nvcc
@@ -349,6 +380,7 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours through the engine, one of upstream's through ninja, both from the wheel's sources, into one folder."""
     from flashinfer import aot

@@ -321,6 +321,7 @@ def test_a_build_is_private_whatever_the_umask_is(mask: int, workspace: Path) ->
     require_trusted_tree(spec.build_dir)
 
 
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in /tmp, where others could guess the names of nvcc's files."""
     folder = workspace / "cached_ops" / "norm"
@@ -337,6 +338,7 @@ def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeyp
     assert os.environ["TMPDIR"] == "/elsewhere"
 
 
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_a_builders_end_is_the_end_of_upstreams_compilers(workspace: Path) -> None:
     """The build file's command writes its number, and waits longer than the test would."""
     folder = workspace / "cached_ops" / "norm"
@@ -375,6 +377,7 @@ def test_libraries_to_link_against_that_another_user_left_are_not_used(workspace
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace: Path) -> None:
     source = workspace / "plain.cpp"
     source.write_text('extern "C" int f() { return 1; }\n')

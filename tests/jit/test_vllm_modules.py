@@ -153,6 +153,7 @@ core.build_jit_specs([])
 
 
 @needs_nvcc
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_what_was_built_beforehand_is_not_compiled_by_the_start(
     run_python: Run, site_packages: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def ninja_file(folder: Path, compiler: str) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_a_build_of_upstreams_is_told_while_it_goes_on(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
 ) -> None:
@@ -209,6 +211,7 @@ def test_a_build_of_upstreams_is_told_while_it_goes_on(
 
 
 @pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.usefixtures("upstream_builds_here")
 def test_a_build_of_upstreams_that_fails_leaves_its_log(
     workspace: Path, capsys: pytest.CaptureFixture[str], verbose: bool
 ) -> None:

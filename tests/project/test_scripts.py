@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -236,6 +237,58 @@ def test_arguments_are_refused_before_anything_starts(line: str, said: str) -> N
     done = run(str(REPO / "scripts" / script), *words)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: error: {said}")
+
+
+LATIN_1 = b'{"text": "caf\xe9"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "said"),
+    [
+        ("scripts/compare_answers.py model --text", 2, "{file} is not UTF-8: byte 13 is 0xe9"),
+        ("scripts/watch_server.py model --replay", 1, "{file} holds no requests, one in a line: 'utf-8' codec .* 13"),
+        ("benchmarks/bench_accuracy.py --device cpu --text", 2, "{file} is not UTF-8: byte 13 is 0xe9"),
+        ("benchmarks/bench_token.py --render", 2, "{file} is not JSON: byte 13 is not UTF-8"),
+        ("benchmarks/bench_token.py --predict --report", 2, "{file} is not JSON: byte 13 is not UTF-8"),
+        ("benchmarks/bench_dense_mx.py --render", 2, "{file} is not JSON: byte 13 is not UTF-8"),
+        ("benchmarks/bench_cutlass_fused_moe_mxfp4.py --render", 2, "{file} is not JSON: byte 13 is not UTF-8"),
+    ],
+)
+def test_a_file_that_is_not_utf_8_is_named_with_its_byte(line: str, status: int, said: str, tmp_path: Path) -> None:
+    """Before a server is started or a model loaded, and in a locale in which it would be a text, too."""
+    file = tmp_path / "a file.txt"
+    file.write_bytes(LATIN_1)
+    script, *words = line.split()
+    done = run(str(REPO / script), *words, str(file), LC_ALL="C")
+    assert done.returncode == status
+    assert re.search(said.format(file=re.escape(str(file))), done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_text_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
+    for file, why in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        done = run(str(REPO / "scripts" / "compare_answers.py"), "model", "--text", str(file))
+        assert done.returncode == 2
+        assert done.stderr.endswith(f"error: --text: {file} cannot be read: {why}\n")
+
+
+def test_a_checkpoint_that_was_not_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a signal, and where the disk is full."""
+    import random_checkpoint
+    import vllm_server
+
+    monkeypatch.setattr(vllm_server, "need", lambda *packages: None)
+    monkeypatch.setattr(sys, "argv", ["random_checkpoint.py", str(tmp_path / "new")])
+    for error in (KeyboardInterrupt, OSError):
+
+        def fail(folder: Path, *_: object, error: type[BaseException] = error) -> None:
+            (folder / "model-embedding.safetensors").write_bytes(b"half")
+            raise error
+
+        monkeypatch.setattr(random_checkpoint, "write", fail)
+        with pytest.raises(error):
+            random_checkpoint.main()
+        assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_checkpoint_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from test_quantize_files import cases, places, small_disk
 from toy_llama import llama
 
 from flashinfer.__main__ import _group
-from flashinfer_sm12x.quantize import checkpoint, command, endings, gpt_oss, models, run
+from flashinfer_sm12x.quantize import checkpoint, command, endings, files, gpt_oss, models, run
 from flashinfer_sm12x.quantize.files import FolderError, UserError
 from flashinfer_sm12x.quantize.folder import Folder
 from flashinfer_sm12x.quantize.manifest import MANIFEST, UNFINISHED
@@ -529,15 +531,17 @@ def test_a_disk_that_is_full_on_the_way_ends_with_a_line_and_whole_files(
     assert Folder(out).manifest.files.keys() == {path.name for path in out.iterdir()} - {MANIFEST}
 
 
-def test_ctrl_c_says_that_a_new_run_goes_on_and_it_does(
-    gpt_oss_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_says_that_a_new_run_goes_on_and_it_does(
+    gpt_oss_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_signals: None, number: signal.Signals
 ) -> None:
     text, calls = text_file(tmp_path), []
 
     def interrupt(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 4:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
+            time.sleep(60)
         return quantize_with_feedback(*given)
 
     quantize_with_feedback = run.quantize_with_feedback
@@ -546,11 +550,9 @@ def test_ctrl_c_says_that_a_new_run_goes_on_and_it_does(
             monkeypatch.setattr(run, "quantize_with_feedback", interrupt)
         command = (str(gpt_oss_folder), "--out", str(tmp_path / name), "--text", str(text))
         status, said = quantize(*command)
-        assert status == (name == "f"), said
-    ended = (
-        f"Error: interrupted; files in {tmp_path / 'f'} so far: 1; the same command, run again, goes on from there\n"
-    )
-    assert said.endswith(ended)
+        assert status == (128 + number) * (name == "f"), said
+    so_far = f"files in {tmp_path / 'f'} so far: 1; the same command, run again, goes on from there"
+    assert said.endswith(f"Error: interrupted by {number.name}: {so_far}\n")
     status, said = quantize(*command)
     assert status == 0, said
     assert len(calls) == 4 + 3, "the first layer was read"
@@ -560,7 +562,39 @@ def test_ctrl_c_says_that_a_new_run_goes_on_and_it_does(
         "flashinfer_sm12x.quantize.command.opened", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
     )
     status, said = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "g"))
-    assert (status, said) == (1, "Error: interrupted; nothing was written\n")
+    assert (status, said) == (130, "Error: interrupted by SIGINT: nothing was written\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_file_is_written_leaves_no_part_of_it(
+    gpt_oss_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_signals: None, number: signal.Signals
+) -> None:
+    """At the second file of layers, which is on the disk but has not its name yet; another signal follows at once."""
+    text, out, written = text_file(tmp_path), tmp_path / "f", []
+
+    def replace(scratch: Path, path: Path) -> None:
+        written.append(path.name)
+        if len([name for name in written if name.endswith(".safetensors")]) == 2:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        real(scratch, path)
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGHUP else signal.SIGHUP)
+        time.sleep(0.01)
+        remove(path, missing_ok)
+
+    real, remove = os.replace, Path.unlink
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "replace", replace)
+        patched.setattr(Path, "unlink", unlink)
+        status, said = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
+    assert status == 128 + number
+    assert f"interrupted by {number.name}: files in {out} so far: 1; the same command" in said
+    (layer,) = [name for name in written if name.endswith(".safetensors")][:1]
+    assert {path.name for path in out.iterdir()} == {layer, UNFINISHED}
+    status, said = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
+    assert status == 0, said
 
 
 def too_much_for_torch() -> None:
@@ -628,7 +662,7 @@ def test_ctrl_c_ends_a_script_with_a_line(capsys: pytest.CaptureFixture[str]) ->
         raise KeyboardInterrupt
 
     assert endings.in_a_line("bench", interrupted) == 130
-    assert capsys.readouterr().err == "\nbench: interrupted; nothing was written\n"
+    assert capsys.readouterr().err == "\nbench: interrupted by SIGINT: nothing was written\n"
 
 
 def test_a_fault_of_ours_keeps_its_traceback() -> None:

@@ -375,6 +375,35 @@ def test_each_fact_of_a_tensor_is_known() -> None:
         assert not unchanged.holds(tensor), other.stride()
 
 
+def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
+    """Address, shape and the storage's size stay; a storage that starts earlier ends earlier, here 64 bytes before the
+    first one, and a resize would let the tensor end behind it."""
+    memory, size = bytearray(512), 256
+    first = next(
+        place for place in range(64) if torch.frombuffer(memory, dtype=torch.uint8)[place].data_ptr() % 64 == 0
+    )
+
+    def view(start: int, offset: int) -> torch.Tensor:
+        storage = torch.frombuffer(memory, dtype=torch.uint8, offset=first + start, count=size)
+        assert storage.untyped_storage().nbytes() == size
+        return storage[offset : offset + 128]
+
+    tensor = torch.nn.Parameter(view(128, 0), requires_grad=False)
+    unchanged, start = Unchanged(tensor), tensor.data_ptr()
+    for before in (64, 128, 1):
+        tensor.data = view(128 - before, before)
+        assert (tensor.data_ptr(), tensor.untyped_storage().nbytes()) == (start, size)
+        assert tensor.untyped_storage().data_ptr() + size == start + size - before
+        assert not unchanged.holds(tensor), before
+        tensor.set_(view(128, 0))
+        assert unchanged.holds(tensor), before
+        # What becomes the same tensor by other ways is the same: its storage is where it was.
+        tensor.as_strided_((64,), (1,), 3)
+        assert not unchanged.holds(tensor), before
+        tensor.as_strided_((128,), (1,), 0)
+        assert unchanged.holds(tensor), before
+
+
 def _large_layer(name: str) -> tuple[Callable[[], Any], torch.Tensor]:
     """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for itself."""
     if name == "DenseLayer":
@@ -444,6 +473,9 @@ def test_the_size_of_a_storage_is_a_fact_of_its_own() -> None:
 
         def data_ptr(self) -> int:
             return 4096
+
+        def storage_offset(self) -> int:
+            return 0
 
         def untyped_storage(self) -> Any:
             return types.SimpleNamespace(nbytes=lambda: self.size)
