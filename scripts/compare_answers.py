@@ -38,15 +38,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import vllm_server
+import vllm_server  # finds the package flashinfer_sm12x without an installation  # isort: skip
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
+from flashinfer_sm12x.quantize.files import UserError, read_text
+from flashinfer_sm12x.vllm.settings import VARIABLE, variables  # imports nothing of vLLM
 
-from flashinfer_sm12x.quantize.files import UserError, read_text  # noqa: E402
-from flashinfer_sm12x.vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
-
-TEXTS = REPO / "flashinfer_sm12x" / "quantize" / "texts" / "evaluation"
+TEXTS = Path(__file__).resolve().parents[1] / "flashinfer_sm12x" / "quantize" / "texts" / "evaluation"
 FORCING = ("--enable-trace-replay", "--enable-scale-out")
 SEED, RESAMPLES = 0, 1000
 LEAST = 1e-6

@@ -18,8 +18,9 @@ import torch
 
 import flashinfer_sm12x.doctor as doctor
 from flashinfer.jit.sm12x import modules
-from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
-from flashinfer.testing import verify
+from flashinfer.sm12x.device_class import class_of
+from flashinfer.sm12x.models import MoELayer
+from flashinfer.testing import moe_layers, verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 from flashinfer_sm12x.doctor import asking, questions
 from flashinfer_sm12x.doctor.probe import PARTS, TOKENS, arrivals, launches, layer, mma, parts, timing
@@ -37,7 +38,7 @@ class GivenGpu(Target):
 
     def call(self, name: str, *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> None:
         device: VirtualDevice = self.runs_on
-        read = [tensor for tensor in _READ if name == "streaming_read"]
+        read = [tensor for tensor in _READ if name in ("streaming_read", "bulk_read")]
         function = getattr(device.module(modules.gen_probe_module), f"sm12x_probe_{name}")
         device.call(lambda *_: function(*arguments), *arguments, *read, writes=writes)
 
@@ -96,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
     for module, values in small.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setitem(MOE_LAYERS, "tiny", MoELayer(96, 64, 4, 4))
+    monkeypatch.setitem(moe_layers.MODELS, "tiny", MoELayer(96, 64, 4, 4))
     result = verify.Result("MoE of one size", 0.5)
     monkeypatch.setattr(parts, "_every_tactic", lambda target: iter([result]))
     wrote: list[tuple[dict[str, int], str]] = []
@@ -117,7 +118,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
 
 @pytest.mark.parametrize("narrow", mma.KINDS)
 def test_the_width_of_each_kind_is_written_down(narrow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target: Any = SimpleNamespace(sm12x=True, virtual=None, name="given")
+    target: Any = SimpleNamespace(device_class=class_of(GB10), virtual=None, name="given")
     monkeypatch.setattr(mma, "sum_bits", lambda _, kind: 13 if kind is mma.KINDS[narrow] else 25)
     wrote: list[tuple[dict[str, int], str]] = []
     monkeypatch.setattr(parts, "write_sum_bits", lambda bits, name: wrote.append((bits, name)))
