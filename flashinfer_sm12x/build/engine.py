@@ -48,7 +48,16 @@ from typing import IO, Any
 
 from .. import variables
 from .content_key import Files, digest_of, hash_file, host_compilers, key_of, linked_by, namer, searched_by, words_of
-from .diagnosis import WITHOUT_A_WORD, JitBuildError, explained_os_errors, first_error_line, hint_for, local_memory, spill_warning, was_killed
+from .diagnosis import (
+    WITHOUT_A_WORD,
+    JitBuildError,
+    explained_os_errors,
+    first_error_line,
+    hint_for,
+    local_memory,
+    spill_warning,
+    was_killed,
+)
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
 from .trust import UntrustedCacheError, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically

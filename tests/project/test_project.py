@@ -32,6 +32,18 @@ def test_pins_agree() -> None:
     assert _layer.wheel_root().name == "flashinfer"
 
 
+def test_git_ignores_no_folder_of_the_source() -> None:
+    """A new file there would be left out of commits and of what ruff checks, in silence."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, stdout=subprocess.PIPE, text=True, check=True).stdout
+    folders = {Path(file).parent for file in tracked.splitlines() if file.startswith(("flashinfer", "csrc", "include"))}
+    asked = "".join(f"{folder}/a_new_file.py\n" for folder in folders)
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--stdin"], cwd=REPO, input=asked, stdout=subprocess.PIPE, text=True
+    )
+    assert len(folders) > 30
+    assert ignored.stdout == ""
+
+
 def test_without_an_active_environment_the_checkouts_own_is_used() -> None:
     assert create_env("--find").stdout.strip() == str(REPO / ".venv")
 
