@@ -5,6 +5,7 @@
 
     build.ninja                          the commands
     fused_moe_120-<key>-<digest>.so      the library of a content key, and the digest by which damage is seen
+    fused_moe_120-<key>-<digest>.json    the inputs that the key is the hash of (``record``)
     fused_moe_120.so                     a link to the library that was built last
     obj/<key>-<digest>/                  an object, so that an edit compiles only what it touches
     spills.json                          objects whose kernels spill registers, and how many bytes
@@ -59,6 +60,7 @@ from .diagnosis import (
     was_killed,
 )
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
+from .record import changes_since, write_record
 from .toolchain import ToolchainError, compiler_banner, find_ninja
 from .trust import UntrustedCacheError, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically
 
@@ -353,7 +355,8 @@ class Keys:
         files: Digests of the files.
         sources: Name of a step -> paths and digests of all files that it reads.
         objects: Name of a step -> its object's key and file name, with a slash between them.
-        library: The library's key.
+        parts: The library's inputs, by name.
+        library: The library's key, the hash of :attr:`parts`.
     """
 
     def __init__(self, plan: ModulePlan) -> None:
@@ -367,7 +370,13 @@ class Keys:
         link = inputs.words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
         places = [f"-L{folder}" for folder in self._environment.get("LIBRARY_PATH", "").split(":") if folder]
         linked = {path: self.files.digest(path) for path in linked_by([*plan.link_flags, *places], plan.folder)}
-        self.library = key_of(commands, link, inputs.contents(read), inputs.contents(linked))
+        self.parts = {
+            "commands": commands,
+            "link": link,
+            "files": inputs.contents(read),
+            "linked": inputs.contents(linked),
+        }
+        self.library = key_of(*self.parts.values())
 
     @cached_property
     def sources(self) -> dict[str, dict[str, str | None]]:
@@ -652,6 +661,9 @@ class _Attempt:
                 )
                 log.write(f"# {about}\n# {plan.description}\n# {head}\n")
                 _logger.info("building %s: %s", plan.name, head)
+                if changes := self._changes():
+                    log.write(f"# since the library that is there was built: {changes}\n")
+                    _logger.info("%s was built before; since then: %s", plan.name, changes)
                 self._run(self._missing, log)
                 if not self._edited:
                     self._run(lambda: [plan.library.name], log)
@@ -663,6 +675,14 @@ class _Attempt:
             _logger.warning("%s was edited while %s was built; it is built again", path, plan.name)
         _note_spills(plan, {})
         return not self._edited
+
+    def _changes(self) -> str:
+        """The inputs that differ from those of the library that was built last, if there is one."""
+        for folder in filter(None, (self._plan.folder, self._plan.read_only)):
+            older = sorted(folder.glob(f"{glob.escape(self._plan.name)}-*.so"), key=os.path.getmtime)
+            if older:
+                return changes_since(older[-1], self._keys.parts)
+        return ""
 
     def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
         """Have ninja make ``paths()``. If a compiler is killed, make the missing ones again, one at a time."""
@@ -735,10 +755,12 @@ def _install(plan: ModulePlan, keys: Keys, objects: Collection[str]) -> None:
     if digest is None:
         raise JitBuildError(plan.name, f"ninja made no {linked.name}", plan.log)
     library = plan.folder / f"{plan.name}-{keys.library}-{digest[:16]}.so"
+    write_record(library, keys.parts)
     linked.replace(library)
-    for path in plan.folder.glob(f"{glob.escape(plan.name)}-*.so"):
-        if path != library:
-            path.unlink()
+    for suffix in (".so", ".json"):
+        for path in plan.folder.glob(f"{glob.escape(plan.name)}-*{suffix}"):
+            if path.stem != library.stem:
+                path.unlink()
     for path in (plan.folder / "obj").iterdir():
         if path.name not in objects:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
