@@ -29,9 +29,10 @@ from pathlib import Path
 import torch
 from accuracy_bench import choices, experts, results
 
+from flashinfer_sm12x.files import replace_bytes
 from flashinfer_sm12x.quantize import choice, formats, measure, models, texts
 from flashinfer_sm12x.quantize.endings import in_a_line, running
-from flashinfer_sm12x.quantize.files import read_text, replace_bytes, require_writable
+from flashinfer_sm12x.quantize.files import read_text, require_writable
 
 EXPERTS = (
     'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ MAX_Q_LEN = 64
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 ROPE_DTYPES = (torch.bfloat16, torch.float32)
 SMALLEST_SCALE = 2.0**-100  # as float32 normal, and its inverse
-LOG2_E = math.log2(math.e)
+LOG2_E = 1.4426950408889634
 LAYOUTS = ("HND", "NHD")
 
 _workspaces: dict[tuple[int, int | None], torch.Tensor] = {}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the compiled modules, from their C++: the names of what a launch passes by its place."""
+"""The functions of the compiled modules, from their C++: the names of what a launch passes by its place, and the texts of
+what is refused."""
 
 from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,3 +54,32 @@ def in_order(function: str, **arguments: Any) -> tuple[Any, ...]:
     ordered = tuple(arguments.get(name) for name in parameters)
     named(function, ordered)
     return ordered
+
+
+_CHECK = re.compile(r'TVM_FFI_CHECK\((.*?)\)\s*(<<(?:"(?:[^"\\]|\\.)*"|[^;"])*);', re.DOTALL)
+_STATUS = re.compile(r"return \{\s*(?:cudaError\w+|error),\s*(\"[^\"]*\")", re.DOTALL)
+
+
+class Refusal(NamedTuple):
+    """A refusal of a binding's or a launcher's: the name of its file, and the literals of its text, between which values
+    stand."""
+
+    file: str
+    parts: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.parts).split())
+
+
+@functools.cache
+def refusals() -> tuple[Refusal, ...]:
+    """All refusals with a text of this project's C++."""
+    found = []
+    for folder in ("csrc", "include/flashinfer/gemm", "include/flashinfer/sm12x"):
+        for path in sorted((fork_root() / folder).rglob("*")):
+            if path.suffix in (".cu", ".cuh", ".h", ".inl", ".cpp"):
+                text = re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+                for said in (*(said for _, said in _CHECK.findall(text)), *_STATUS.findall(text)):
+                    found.append(Refusal(path.name, tuple(re.findall(r'"((?:[^"\\]|\\.)*)"', said))))
+    return tuple(each for each in found if each.parts)

@@ -35,9 +35,6 @@ OLDEST_SYSTEM = {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12)}
 MADE = 315532800
 """The time that all files of a wheel bear, the first that a zip file can: the same kernels make the same bytes."""
 
-LINK_FLAGS = ("-Wl,--strip-all",)
-"""Local symbols hold the number of nvcc's process: without them the same sources make the same bytes."""
-
 HOST_COMPILERS = ("g++-12", "g++-11", "g++")
 """In this order: what GCC 13 makes of C++'s <iostream>, which TVM-FFI includes, needs the libstdc++ of GCC 13."""
 
@@ -148,9 +145,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
         os.environ[modules.EMBED_PTX_VARIABLE] = "1"
         specs.append(modules.gen_fused_moe_module())
     for spec in specs:
-        spec.extra_ldflags = list(LINK_FLAGS)
-        # CUDA's runtime is in its wheel beside this package, or in the folder of NVIDIA's installers.
-        spec.runtime_dirs = (f"$ORIGIN/../nvidia/cu{cuda.major}/lib", "/usr/local/cuda/lib64")
+        spec.for_wheel = True
         report = spec.build(need_lock=True)
         print(f"{spec.name}: {len(report.compiled)} compiled, {report.cpu_seconds:.0f} s of CPU", file=sys.stderr)
     about = {"format": prebuilt.FORMAT, "fork": __fork_version__, "tvm_ffi": prebuilt.ffi_series(), "cuda": str(cuda)}

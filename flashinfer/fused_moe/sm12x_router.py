@@ -25,7 +25,7 @@ from ..sm12x.devices import require_served
 from ..sm12x.operator import define
 from .sm12x_validation import MAX_ROUTED_EXPERTS, MAX_TOP_K
 
-MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
+MAX_K = 16384  # of router.cuh: a row, its residual and the norm's weights in shared memory
 K_STEP = 8  # kRouterVector
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_EPS = 3.4e38  # the kernels hold it as float32

@@ -2,7 +2,7 @@
 """The content key: a hash of all inputs of an object, a library or a prebuilt wheel's library; the file is named by it.
 
 A changed flag, compiler or header changes the key and so the name. A file with the current key is therefore what a
-build would make now: no record is kept, and no file can be out of date. The hashed files are the source and the files
+build would make now: no record decides, and no file can be out of date. The hashed files are the source and the files
 that its ``#include`` lines reach through the command's include folders. All such lines count, whatever ``#if``
 surrounds them, and each counts the file of that name in every folder, so neither macros nor the order of folders
 matters. Only a name in ``"..."`` that exists beside the including file means that file alone. The system's headers lie

@@ -5,6 +5,7 @@
 
     build.ninja                          the commands
     fused_moe_120-<key>-<digest>.so      the library of a content key, and the digest by which damage is seen
+    fused_moe_120-<key>-<digest>.json    the inputs that the key is the hash of (``record``)
     fused_moe_120.so                     a link to the library that was built last
     obj/<key>-<digest>/                  an object, so that an edit compiles only what it touches
     spills.json                          objects whose kernels spill registers, and how many bytes
@@ -39,7 +40,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,6 +60,7 @@ from .diagnosis import (
     was_killed,
 )
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
+from .record import changes_since, write_record
 from .toolchain import ToolchainError, compiler_banner, find_ninja
 from .trust import UntrustedCacheError, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically
 
@@ -275,6 +277,77 @@ def _bears(name: str, digest: str | None) -> bool:
     return digest is not None and name.endswith(f"-{digest[:16]}")
 
 
+class _Inputs:
+    """The flags and the files that commands read, as keys hold them: paths by the names of their roots, digests for
+    contents.
+
+    Args:
+        roots: Name -> folder whose content counts and whose place does not.
+        folder: The folder in which commands run.
+        memo: The file of digests that are known.
+        environment: The variables that change what compilers make.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, str], folder: Path, memo: Path | None, environment: Mapping[str, str]
+    ) -> None:
+        self.name = functools.cache(namer(roots))
+        self.files, self._folder, self._environment = Files(memo), folder, environment
+        self._searched = functools.cache(self._search)
+
+    def words(self, words: Sequence[str]) -> list[str]:
+        return [self.name(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
+
+    def contents(self, files: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+        return sorted((self.name(path), digest) for path, digest in files.items())
+
+    def flags(self, flags: Sequence[str]) -> list[str]:
+        """The flags of a command, and those that variables add."""
+        return [*flags, *(word for name in FLAG_VARIABLES for word in words_of(self._environment.get(name, "")))]
+
+    def read(self, flags: tuple[str, ...], sources: Sequence[str]) -> dict[str, str | None]:
+        """Path -> digest of all files that are read when ``sources`` are compiled with ``flags``."""
+        folders, files = self._searched(flags)
+        return self.files.read_by([*sources, *files], folders)
+
+    def read_by_all(self, commands: Iterable[tuple[tuple[str, ...], str]]) -> dict[str, str | None]:
+        """:meth:`read` of commands, each its flags and its source."""
+        sources: dict[tuple[str, ...], list[str]] = {}
+        for flags, source in commands:
+            sources.setdefault(flags, []).append(source)
+        read: dict[str, str | None] = {}
+        for flags, paths in sources.items():
+            read |= self.read(flags, paths)
+        return read
+
+    def _search(self, flags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        folders, files = searched_by(self.flags(flags), self._folder)
+        for value in map(self._environment.get, FOLDER_VARIABLES):
+            # An empty one is the folder in which the compiler runs.
+            folders += [os.path.join(self._folder, folder) for folder in value.split(":")] if value else []
+        return folders, files
+
+
+def portable_key(
+    roots: Mapping[str, str], sources: Iterable[tuple[Path, Sequence[str]]], link_flags: Sequence[str]
+) -> str:
+    """The key of a library without what is of one machine: its compilers, their environment, files outside the flags'
+    folders.
+
+    Args:
+        roots: Name -> folder whose content counts and whose place does not.
+        sources: Each source, and its flags.
+        link_flags: The linker's flags.
+    """
+    inputs = _Inputs(roots, Path(os.curdir), None, {})
+    commands = [(tuple(flags), os.path.realpath(source)) for source, flags in sources]
+    return key_of(
+        [(inputs.words(flags), inputs.name(source)) for flags, source in commands],
+        inputs.words(link_flags),
+        inputs.contents(inputs.read_by_all(commands)),
+    )
+
+
 class Keys:
     """The content keys of a plan's objects and library, by the files as they are now.
 
@@ -282,67 +355,48 @@ class Keys:
         files: Digests of the files.
         sources: Name of a step -> paths and digests of all files that it reads.
         objects: Name of a step -> its object's key and file name, with a slash between them.
-        library: The library's key.
+        parts: The library's inputs, by name.
+        library: The library's key, the hash of :attr:`parts`.
     """
 
     def __init__(self, plan: ModulePlan) -> None:
-        self._plan, self._name = plan, functools.cache(namer(plan.roots))
-        self.files = Files(plan.folder / "digests.json")
+        self._plan = plan
         self._environment = {name: os.environ[name] for name in COMPILER_ENVIRONMENT if name in os.environ}
-        self._searched = functools.cache(self._search)
+        self._inputs = inputs = _Inputs(plan.roots, plan.folder, plan.folder / "digests.json", self._environment)
+        self.files = inputs.files
         # The library's key takes all files at once: the files of one source matter only if it is compiled.
-        sources: dict[tuple[str, ...], list[str]] = {}
-        for step in plan.steps:
-            sources.setdefault(step.flags, []).append(str(step.source))
-        read: dict[str, str | None] = {}
-        for flags, paths in sources.items():
-            read |= self._read(flags, paths)
+        read = inputs.read_by_all((step.flags, str(step.source)) for step in plan.steps)
         commands = [self._commands(step) for step in plan.steps]
-        link = self._words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
+        link = inputs.words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
         places = [f"-L{folder}" for folder in self._environment.get("LIBRARY_PATH", "").split(":") if folder]
         linked = {path: self.files.digest(path) for path in linked_by([*plan.link_flags, *places], plan.folder)}
-        self.library = key_of(commands, link, self._contents(read), self._contents(linked))
+        self.parts = {
+            "commands": commands,
+            "link": link,
+            "files": inputs.contents(read),
+            "linked": inputs.contents(linked),
+        }
+        self.library = key_of(*self.parts.values())
 
     @cached_property
     def sources(self) -> dict[str, dict[str, str | None]]:
-        return {step.name: self._read(step.flags, [str(step.source)]) for step in self._plan.steps}
+        return {step.name: self._inputs.read(step.flags, [str(step.source)]) for step in self._plan.steps}
 
     @cached_property
     def objects(self) -> dict[str, str]:
         return {
-            step.name: f"{key_of(self._commands(step), self._contents(self.sources[step.name]))}/{step.name}"
+            step.name: f"{key_of(self._commands(step), self._inputs.contents(self.sources[step.name]))}/{step.name}"
             for step in self._plan.steps
         }
 
     def _commands(self, step: CompileStep) -> list[Any]:
         """A step's command, its compilers' identities and their environment: the part of its key besides the files."""
-        words = self._flags(step.flags)
+        words = self._inputs.flags(step.flags)
         unnamed = ["-ccbin", self._environment.get("NVCC_CCBIN") or "gcc"]
         hosts = host_compilers(words, self._plan.folder) or host_compilers(unnamed, self._plan.folder)
         identities = [compiler_identity(program) for program in (step.compiler, *hosts)]
         launcher = [_facts(program) for program in filter(None, map(shutil.which, step.launcher))]
-        return [self._words(step.command(str(step.source), "")), identities, launcher, self._environment]
-
-    def _contents(self, files: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
-        return sorted((self._name(path), digest) for path, digest in files.items())
-
-    def _read(self, flags: tuple[str, ...], sources: Sequence[str]) -> dict[str, str | None]:
-        folders, files = self._searched(flags)
-        return self.files.read_by([*sources, *files], folders)
-
-    def _search(self, flags: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        folders, files = searched_by(self._flags(flags), self._plan.folder)
-        for value in map(self._environment.get, FOLDER_VARIABLES):
-            # An empty one is the folder in which the compiler runs.
-            folders += [os.path.join(self._plan.folder, folder) for folder in value.split(":")] if value else []
-        return folders, files
-
-    def _flags(self, flags: Sequence[str]) -> list[str]:
-        """The flags of a command, and those that variables add."""
-        return [*flags, *(word for name in FLAG_VARIABLES for word in words_of(self._environment.get(name, "")))]
-
-    def _words(self, words: Sequence[str]) -> list[str]:
-        return [self._name(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
+        return [self._inputs.words(step.command(str(step.source), "")), identities, launcher, self._environment]
 
     def find(self, digest_of: Callable[[Path], str | None] | None = None) -> Path | None:
         """The library that bears the key, in the module's folder or the one that can only be read, and is whole.
@@ -607,6 +661,9 @@ class _Attempt:
                 )
                 log.write(f"# {about}\n# {plan.description}\n# {head}\n")
                 _logger.info("building %s: %s", plan.name, head)
+                if changes := self._changes():
+                    log.write(f"# since the library that is there was built: {changes}\n")
+                    _logger.info("%s was built before; since then: %s", plan.name, changes)
                 self._run(self._missing, log)
                 if not self._edited:
                     self._run(lambda: [plan.library.name], log)
@@ -618,6 +675,14 @@ class _Attempt:
             _logger.warning("%s was edited while %s was built; it is built again", path, plan.name)
         _note_spills(plan, {})
         return not self._edited
+
+    def _changes(self) -> str:
+        """The inputs that differ from those of the library that was built last, if there is one."""
+        for folder in filter(None, (self._plan.folder, self._plan.read_only)):
+            older = sorted(folder.glob(f"{glob.escape(self._plan.name)}-*.so"), key=os.path.getmtime)
+            if older:
+                return changes_since(older[-1], self._keys.parts)
+        return ""
 
     def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
         """Have ninja make ``paths()``. If a compiler is killed, make the missing ones again, one at a time."""
@@ -690,10 +755,12 @@ def _install(plan: ModulePlan, keys: Keys, objects: Collection[str]) -> None:
     if digest is None:
         raise JitBuildError(plan.name, f"ninja made no {linked.name}", plan.log)
     library = plan.folder / f"{plan.name}-{keys.library}-{digest[:16]}.so"
+    write_record(library, keys.parts)
     linked.replace(library)
-    for path in plan.folder.glob(f"{glob.escape(plan.name)}-*.so"):
-        if path != library:
-            path.unlink()
+    for suffix in (".so", ".json"):
+        for path in plan.folder.glob(f"{glob.escape(plan.name)}-*{suffix}"):
+            if path.stem != library.stem:
+                path.unlink()
     for path in (plan.folder / "obj").iterdir():
         if path.name not in objects:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

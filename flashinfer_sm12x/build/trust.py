@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of owner and mode of the files that are loaded and compiled.
 
-Only the table of variables is imported from FlashInfer, so that the doctor can use this module.
+Nothing of FlashInfer's is imported, so that the doctor can use this module.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import pwd
 import shlex
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from .. import variables
+from ..files import replace_bytes
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """1 allows a cache that other users own or may write to."""
@@ -196,12 +196,4 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except OSError:
         pass
     make_folder(path.parent)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    replace_bytes(path, data, 0o644)

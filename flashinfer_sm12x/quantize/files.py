@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others wrote, checked field by field before a field is used, and files that are written whole or not at all.
+"""Files that others wrote, checked field by field before a field is used.
 
 Nothing but the standard library is imported here: vLLM's plugin reads manifests before FlashInfer may be imported.
 """
@@ -7,15 +7,14 @@ Nothing but the standard library is imported here: vLLM's plugin reads manifests
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import os
 import re
 import reprlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from ..files import parse_json
 
 MOST = (1 << 31) - 1
 """The largest size that a file may state; kernels count in 32 bits."""
@@ -126,17 +125,6 @@ def _shown(key: str) -> str:
     return key if re.fullmatch(r"[\w.-]{1,100}", key, re.ASCII) else reprlib.repr(key)
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:40]} is too large for a number")
-    return value
-
-
 def read_fields(path: Path, is_no: str, fix: str) -> Fields:
     """The object that a JSON file holds.
 
@@ -146,8 +134,7 @@ def read_fields(path: Path, is_no: str, fix: str) -> Fields:
         The file cannot be read, is no JSON, or holds something else than an object.
     """
     try:
-        # Python's parser takes NaN and Infinity, which JSON has not, and makes infinity of a number with many digits.
-        found = json.loads(path.read_bytes(), parse_constant=_no_constant, parse_float=_finite)
+        found = parse_json(path.read_bytes())
     except OSError as error:
         raise FolderError(f"{path} cannot be read: {error.strerror}; {fix}") from error
     except RecursionError as error:
@@ -173,56 +160,6 @@ def read_text(path: Path) -> str:
         raise FolderError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise FolderError(f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from error
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Give an :class:`OSError` without a file's name, as a full disk raises it, the name of ``path``."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise
-
-
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's bytes at once: after an interruption it has the new bytes or the old ones, never a part.
-
-    Raises
-    ------
-    OSError
-        With the file's name; what was written so far is removed.
-    """
-    scratch = scratch_name(path)
-    with naming(path):
-        try:
-            with open(scratch, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)  # the new name is on the disk when the folder is
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def scratch_name(path: Path) -> Path:
-    """The file that becomes ``path`` when it is whole."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
-def remove_scratch(folder: Path) -> None:
-    """Remove what processes that were killed have left of :func:`replace_bytes`."""
-    for path in folder.iterdir():
-        if re.fullmatch(rf"\.{PLAIN_NAME}\.\d+", path.name, re.ASCII):
-            path.unlink()
 
 
 def require_writable(folder: Path, option: str) -> None:

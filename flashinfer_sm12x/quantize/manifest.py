@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import Fields, FolderError, read_fields, replace_bytes
+from ..files import replace_bytes
+from .files import Fields, FolderError, read_fields
 
 MANIFEST = "sm12x_dense.json"
 UNFINISHED = "sm12x_dense.unfinished.json"

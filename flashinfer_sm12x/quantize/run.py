@@ -27,11 +27,12 @@ from tqdm import tqdm
 from flashinfer.quantization.block_scaled import BlockScaledWeight, dequantize_rows
 from flashinfer.quantization.error_feedback import DAMPING, quantize_with_feedback
 
+from ..files import remove_scratch, replace_bytes
 from ..versions import __fork_version__
 from . import measure
 from .choice import Choice
 from .endings import ModelError
-from .files import FolderError, remove_scratch, replace_bytes
+from .files import FolderError
 from .folder import Folder, join, to_tensors, weight_hash
 from .formats import BF16, round_weight
 from .manifest import HEAD, MANIFEST, UNFINISHED, Manifest, Module

@@ -15,7 +15,7 @@ import pytest
 from layer_toys import load_tool
 
 from flashinfer.jit import core, cpp_ext
-from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x import flags, modules
 from flashinfer.sm12x.instances import HOPPER, SM12X, Instance
 from flashinfer_sm12x.build import diagnosis, toolchain
 from flashinfer_sm12x.build.engine import CompileStep
@@ -101,8 +101,8 @@ def test_a_kernel_that_spills_is_told(toolkit: toolchain.Toolkit, tmp_path: Path
         "#pragma unroll\n  for (int i = 0; i < 64; ++i) x[i] = p[i];\n"
         "#pragma unroll\n  for (int i = 0; i < 64; ++i) p[i] = x[63 - i];\n}\n"
     )
-    flags = (*modules._cuda_flags([(12, "1a")], False), diagnosis.WARN_OF_LOCAL_MEMORY, "-maxrregcount=32")
-    code, said = compiled(CompileStep("spills.o", source, str(toolkit.nvcc), flags), tmp_path)
+    asked = (*flags.cuda_flags([(12, "1a")], False), diagnosis.WARN_OF_LOCAL_MEMORY, "-maxrregcount=32")
+    code, said = compiled(CompileStep("spills.o", source, str(toolkit.nvcc), asked), tmp_path)
     unit = machine_code.Unit("none", modules.gen_probe_module, "spills", None)
     assert len(machine_code.faults(code, unit, "sm_121a")) == 1
     assert diagnosis.local_memory(said) > 0

@@ -15,7 +15,7 @@ import pytest
 
 from flashinfer.jit import cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x import flags
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer_sm12x.build import engine, toolchain
 
@@ -216,7 +216,7 @@ def small_spec(folder: Path, name: str = "small") -> JitSpecSm12x:
         name=name,
         sources=[source],
         extra_cflags=[],
-        extra_cuda_cflags=modules._cuda_flags([(12, "1a")], False),
+        extra_cuda_cflags=flags.cuda_flags([(12, "1a")], False),
         extra_ldflags=None,
         extra_include_dirs=[source.parent],
         architectures=((12, "1a"),),

@@ -137,7 +137,8 @@ def test_root_made_a_folder_in_a_folder_of_all(cache: Path, monkeypatch: pytest.
 WITHOUT_ROOT = """
 import ctypes, os, sys
 from pathlib import Path
-from flashinfer.jit.sm12x import modules, trust
+from flashinfer.jit.sm12x import modules
+from flashinfer_sm12x.build import trust
 libc = ctypes.CDLL(None, use_errno=True)
 os.setgroups([])
 os.setresgid(*[user := int(sys.argv[1])] * 3)
@@ -432,14 +433,14 @@ USE_SMALL = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from flashinfer.jit.sm12x import build
+from flashinfer_sm12x.build import engine
 from jit_fakes import small_spec
 from flashinfer.jit import env
 spec = small_spec(Path(sys.argv[2]) if len(sys.argv) < 5 else env.FLASHINFER_GEN_SRC_DIR)
 if sys.argv[3] == "build":
     spec.build(need_lock=True)
 module = spec.try_load()
-print(module and module.answer(), build.find_library(spec.plan))
+print(module and module.answer(), engine.find_library(spec.plan))
 """
 
 

@@ -22,12 +22,12 @@ from jit_fakes import needs_nvcc, no_compiler, small_spec, use_cache
 from jit_processes import answer_of, printed_by
 from layer_toys import REPO, load_tool
 
-from flashinfer.jit import core
+from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import modules, prebuilt
+from flashinfer.jit.sm12x import flags, modules, prebuilt
 from flashinfer.jit.sm12x import spec as spec_module
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
-from flashinfer.sm12x.instances import HOPPER, SM12X
+from flashinfer.sm12x.instances import HOPPER, SM12X, is_alone
 from flashinfer_sm12x.build.content_key import hash_file
 
 
@@ -228,7 +228,7 @@ def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed
 def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_NVCC_THREADS", "4")
     assert prebuilt.find(toy()) == (installed.library, "")
-    for variable in ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
+    for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
         monkeypatch.setenv(variable, "-DMINE")
         library, reason = prebuilt.find(toy())
         assert library is None
@@ -240,6 +240,21 @@ def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkey
     other = toy()
     other.extra_cuda_cflags.append("-lineinfo")
     assert prebuilt.find(other)[0] is None
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS"])
+def test_users_flags_count_where_a_source_is_compiled_with_them(name: str, workspace: Path, monkeypatch) -> None:
+    instance = next(row for row in SM12X if is_alone(row))
+
+    def keys() -> list[str]:
+        specs = modules.gen_fused_moe_instance_module(instance), modules.gen_router_module()
+        assert [".cpp" in {source.suffix for source in spec.sources} for spec in specs] == [True, False]
+        return [spec.content_key for spec in specs]
+
+    before = keys()
+    monkeypatch.setenv(name, "-DMINE")
+    changed = [now != then for now, then in zip(keys(), before, strict=True)]
+    assert changed == [True, "CUDA" in name]
 
 
 def install_without_building(site: Path) -> dict[str, Path]:
@@ -398,7 +413,7 @@ def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: 
 def test_the_same_sources_make_the_same_bytes(tool: ModuleType, workspace: Path) -> None:
     made = []
     for _ in range(2):
-        spec = dataclasses.replace(small_spec(workspace), extra_ldflags=list(tool.LINK_FLAGS))
+        spec = dataclasses.replace(small_spec(workspace), for_wheel=True)
         spec.build(need_lock=True)
         made.append(spec.jit_library_path.read_bytes())
         shutil.rmtree(spec.build_dir)
@@ -433,11 +448,25 @@ def test_a_wheel_is_packed_and_pip_installs_it_by_its_hash(tool: ModuleType, tmp
 
 
 @needs_nvcc
-def test_the_library_looks_for_the_runtime_beside_the_wheel(workspace: Path) -> None:
-    folders = ("$ORIGIN/../nvidia/cu13/lib", "/usr/local/cuda/lib64")
-    flags = dataclasses.replace(small_spec(workspace), runtime_dirs=folders).plan.link_flags
-    assert f"-Wl,-rpath,{':'.join(folders)}" in flags
-    assert not [flag for flag in small_spec(workspace).plan.link_flags if "$ORIGIN" in flag]
+def test_a_library_for_a_wheel_is_linked_for_other_machines_and_compiled_the_same(workspace: Path) -> None:
+    mine = small_spec(workspace)
+    wheels = dataclasses.replace(mine, for_wheel=True)
+    assert wheels.content_key == mine.content_key
+    assert [step.flags for step in wheels.plan.steps] == [step.flags for step in mine.plan.steps]
+    folders = f"$ORIGIN/../nvidia/cu{cpp_ext.find_toolkit().version.major}/lib:/usr/local/cuda/lib64"
+    assert {f"-Wl,-rpath,{folders}", "-Wl,--strip-all"} <= {*wheels.plan.link_flags}
+    assert not [flag for flag in mine.plan.link_flags if "$ORIGIN" in flag or "strip" in flag]
+
+
+@pytest.mark.parametrize("place", ["flags.of_source", "flags.cuda_flags", "core.common_nvcc_flags"])
+def test_a_flag_counts_wherever_it_is_added(place: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the library of the cache as for the prebuilt one: both have their flags from one place."""
+    before = modules.gen_router_module().content_key
+    owner = core if place.startswith("core") else flags
+    name = place.partition(".")[2]
+    there = getattr(owner, name)
+    monkeypatch.setattr(owner, name, [*there, "-Dmore"] if owner is core else lambda *given: [*there(*given), "-Dmore"])
+    assert modules.gen_router_module().content_key != before
 
 
 def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:

@@ -129,8 +129,8 @@ BUILT_THEN_LOADED = """
 import sys
 from pathlib import Path
 from flashinfer.jit import core, cpp_ext
-from flashinfer.jit.sm12x import build
-build._SECONDS_BETWEEN_LINES = 0  # each step is told
+from flashinfer_sm12x.build import engine
+engine._SECONDS_BETWEEN_LINES = 0  # each step is told
 folder, specs = Path(sys.argv[1]), []
 for name in ("one", "two"):
     (folder / f"{name}.cu").write_text(f"__global__ void {name}(float* x) {{ *x = 1; }}\\n")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bindings import refusals
 from operator_calls import OPERATORS, Arguments, moved_to, outcome
 
 import flashinfer
@@ -25,27 +26,6 @@ from flashinfer.gemm.sm12x_dense_launch import BF16, DenseCall
 from flashinfer.quantization.block_scaled import LAYOUTS
 from flashinfer.sm12x.checks import MOST_ACTIVATION_BYTES, require_activation_bytes
 from flashinfer.sm12x.instances import INSTANCES, MX_DENSE_INSTANCES, tactic
-
-SOURCES = ("csrc", "include/flashinfer/gemm", "include/flashinfer/sm12x")
-_CHECK = re.compile(r'TVM_FFI_CHECK\((.*?)\)\s*(<<(?:"(?:[^"\\]|\\.)*"|[^;"])*);', re.DOTALL)
-_STATUS = re.compile(r"return \{\s*(?:cudaError\w+|error),\s*(\"[^\"]*\")", re.DOTALL)
-
-
-def _words(text: str) -> str:
-    """The literals of a refusal's text, values left out."""
-    return " ".join(" ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', text)).split())
-
-
-def refusals() -> dict[str, str]:
-    """The words of each refusal, with the name of the file that has it."""
-    found = {}
-    for folder in SOURCES:
-        for path in sorted((fork_root() / folder).rglob("*")):
-            if path.suffix in (".cu", ".cuh", ".h", ".inl"):
-                text = re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-                found |= {_words(said): path.name for _, said in _CHECK.findall(text)}
-                found |= {_words(said): path.name for said in _STATUS.findall(text)}
-    return found
 
 
 def _call(operator: str, change: Callable[[Arguments], Any]) -> Callable[[], tuple[str, str]]:
@@ -296,7 +276,7 @@ REGISTRY = ("sm12x_register_instance_binding.h",)  # of a module that Python has
 
 
 def test_every_refusal_of_a_launcher_has_a_twin_or_a_reason() -> None:
-    found = {words: file for words, file in refusals().items() if file not in (*PROBES, *REGISTRY)}
+    found = {each.words: each.file for each in refusals() if each.file not in (*PROBES, *REGISTRY)}
     assert len(found) > 80, "this test sees them"
     known = TWINS.keys() | UNREACHABLE.keys()
     missing = {words: file for words, file in found.items() if words not in known}

@@ -37,8 +37,9 @@ from flashinfer_sm12x.build.diagnosis import WARN_OF_LOCAL_MEMORY, explained_os_
 from flashinfer_sm12x.build.trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
 from ...sm12x.instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
-from .. import core, cpp_ext
+from .. import core
 from .. import env as jit_env
+from . import flags
 from .spec import JitSpecSm12x
 
 FUSED_MOE = "fused_moe_120"
@@ -231,7 +232,7 @@ def gen_probe_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(PROBE, ["sm12x_probe_binding.cu"], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
+    return _spec(PROBE, ["sm12x_probe_binding.cu"], defines=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
 
 
 MODULES: dict[str, Callable[[], JitSpecSm12x]] = {
@@ -354,7 +355,7 @@ def _spec(
     template: str = "",
     instances: Iterable[Instance] = (),
     alone: bool = False,
-    flags: Sequence[str] = (),
+    defines: Sequence[str] = (),
     mma_kinds: Iterable[str] = MMA_KINDS[:1],
 ) -> JitSpecSm12x:
     """``sources``, which lie in ``csrc``, and one of the template for each instance."""
@@ -362,23 +363,23 @@ def _spec(
     embed_ptx = variables.read(EMBED_PTX_VARIABLE)
     in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
     name += "".join(f"_half_{kind}" for kind in in_half) + "_ptx" * embed_ptx
-    flags = [
-        *_cuda_flags(architectures, embed_ptx),
-        *flags,
+    cuda_flags = [
+        *flags.cuda_flags(architectures, embed_ptx),
+        *defines,
         *(f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in in_half),
     ]
     # Kernels that must not spill: not a debugger's, which keep variables in memory, nor the half-precision GEMMs, which
     # Hopper has too.
-    if not _debug() and not in_half and all(major == 12 for major, _ in architectures):
-        flags.append(WARN_OF_LOCAL_MEMORY)
+    if not flags.debug() and not in_half and all(major == 12 for major, _ in architectures):
+        cuda_flags.append(WARN_OF_LOCAL_MEMORY)
     spec = JitSpecSm12x(
         name=name,
         sources=[
             *(_csrc() / source for source in sources),
             *(_render(name, template, instances, alone) if template else []),
         ],
-        extra_cflags=_cxx_flags(),
-        extra_cuda_cflags=flags,
+        extra_cflags=flags.cxx_flags(),
+        extra_cuda_cflags=cuda_flags,
         extra_ldflags=None,
         extra_include_dirs=_include_dirs(),
         architectures=architectures,
@@ -412,26 +413,3 @@ def _render(name: str, template: str, instances: Iterable[Instance], alone: bool
             write_atomically(path, compiled.render(instance=instance, alone=alone))
             paths.append(path)
     return paths
-
-
-def _debug() -> bool:
-    return bool(variables.read("FLASHINFER_JIT_DEBUG"))
-
-
-def _cxx_flags() -> list[str]:
-    return ["-std=c++17", *(["-O0", "-g"] if _debug() else ["-O3", "-DNDEBUG"])]
-
-
-def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> list[str]:
-    # No -use_fast_math: the quantizers promise exact results.
-    flags = ["-std=c++17", *cpp_ext.get_nvcc_parallelism_flags()]
-    flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
-    if variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
-        flags.append("-lineinfo")
-    flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
-    for major, minor in architectures:
-        code = f"{major}{minor}"
-        flags.append(f"-gencode=arch=compute_{code},code=sm_{code}")
-        if embed_ptx and major == 12:
-            flags.append(f"-gencode=arch=compute_{code},code=compute_{code}")
-    return flags

@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 from flashinfer._layer import fork_root, wheel_root
 from flashinfer_sm12x import variables
 from flashinfer_sm12x.build import engine, toolchain
-from flashinfer_sm12x.build.content_key import Files, key_of, namer, searched_by
+from flashinfer_sm12x.build.content_key import namer
 from flashinfer_sm12x.build.diagnosis import JitBuildError, explained_os_errors
 from flashinfer_sm12x.build.jobs import DEFAULT_JOB_MEMORY
 from flashinfer_sm12x.build.trust import require_trusted_tree
 
 from .. import core, cpp_ext
 from .. import env as jit_env
-from . import prebuilt
+from . import flags, prebuilt
 
 _JitSpecNvcc: Any = core.JitSpecNvcc
 
@@ -41,7 +41,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         architectures: The targets it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
         job_memory: Bytes that a compiler may need.
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
-        runtime_dirs: Folders in which the library looks for CUDA's runtime; empty: the toolkit's own.
+        for_wheel: Its library goes into a wheel of kernels.
     """
 
     has_own_engine: ClassVar[bool] = True  # core.build_jit_specs asks
@@ -49,7 +49,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     architectures: tuple[tuple[int, str], ...] = ()
     job_memory: int = DEFAULT_JOB_MEMORY
     links_driver: bool = False
-    runtime_dirs: tuple[str, ...] = ()
+    for_wheel: bool = False
 
     @classmethod
     def adopt(cls, spec: Any, architectures: Iterable[tuple[int, str]], job_memory: int) -> JitSpecSm12x:
@@ -76,22 +76,14 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     def content_key(self) -> str:
         """The key that a prebuilt library bears: of the flags, the sources and this tree's and the pinned wheel's headers.
 
-        It is the same on every machine, also one without a compiler.
+        It is the same on every machine, also one without a compiler: of the include folders it has those of this tree
+        and of the wheel, and of the compilers and their environment nothing.
         """
         name = namer(self.roots)
-        flags = [*core.common_nvcc_flags, *(self.extra_cflags or ()), *(self.extra_cuda_cflags or ())]
-        for variable in ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
-            flags += cpp_ext.parse_env_flags(variable)
-        folders, files = searched_by(flags, os.curdir)
-        folders += map(os.path.realpath, (*(self.extra_include_dirs or ()), *cpp_ext.upstreams_includes()))
-        folders = [folder for folder in folders if name(folder) != folder]
-        sources = [os.path.realpath(source) for source in self.sources]
-        read = Files().read_by([*sources, *files], folders)
-        return key_of(
-            [name(flag) for flag in flags if not flag.startswith(engine.WITHOUT_EFFECT)],
-            [name(source) for source in sources],
-            sorted((name(path), digest) for path, digest in read.items()),
-        )
+        folders = map(os.path.realpath, (*(self.extra_include_dirs or ()), *cpp_ext.upstreams_includes()))
+        common = [f"-I{folder}" for folder in folders if name(folder) != folder]
+        sources = [(source, flags.of_source(self, source.suffix, common)) for source in self.sources]
+        return engine.portable_key(self.roots, sources, flags.users_link_flags(self))
 
     @cached_property
     def prebuilt(self) -> Path | None:
@@ -126,7 +118,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             lock_path=self.lock_path,
             steps=self._steps(toolkit),
             linker=engine.host_compiler(),
-            link_flags=self._link_flags(toolkit),
+            link_flags=tuple(flags.link_flags(self, toolkit)),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
             roots=self.roots,
@@ -138,28 +130,13 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return plan
 
     def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:
-        root = str(toolkit.root)
-        common = cpp_ext.build_common_cflags(root, self.extra_include_dirs)
-        cuda_flags = tuple(_as_arguments(self._cuda_flags(), common, root))
-        cxx_flags = tuple(_as_arguments(cpp_ext.build_cflags(common, self.extra_cflags), common, root))
+        common = cpp_ext.build_common_cflags(str(toolkit.root), self.extra_include_dirs)
         steps = []
         for source in self.sources:
-            flags = cuda_flags if source.suffix == ".cu" else cxx_flags
-            steps.append(engine.compile_step(f"{source.parent.name}_{source.stem}.o", source, toolkit.nvcc, flags))
+            arguments = flags.as_arguments(flags.of_source(self, source.suffix, common), toolkit.root)
+            name = f"{source.parent.name}_{source.stem}.o"
+            steps.append(engine.compile_step(name, source, toolkit.nvcc, arguments))
         return tuple(steps)
-
-    def _cuda_flags(self) -> list[str]:
-        # Not upstream's build_cuda_cflags: it reads the environment's architectures even for a module that brings its
-        # own, and fails if the environment names none.
-        return [
-            "$common_cflags",
-            "--compiler-options=-fPIC",
-            "--expt-relaxed-constexpr",
-            "-static-global-template-stub=false",
-            *core.common_nvcc_flags,
-            *(self.extra_cuda_cflags or []),
-            *cpp_ext.parse_env_flags("FLASHINFER_EXTRA_CUDAFLAGS"),
-        ]
 
     def get_compile_commands(self) -> list[dict[str, str]]:
         """One entry of ``compile_commands.json`` for each source: the very command that the engine runs."""
@@ -168,17 +145,6 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             command = shlex.join(step.command(str(step.source), f"obj/{step.name}"))
             entries.append({"directory": str(self.plan.folder), "command": command, "file": str(step.source)})
         return entries
-
-    def _link_flags(self, toolkit: toolchain.Toolkit) -> tuple[str, ...]:
-        extra = [*cpp_ext.parse_env_flags("FLASHINFER_EXTRA_LDFLAGS"), *(self.extra_ldflags or [])]
-        if self.links_driver:
-            return ("-shared", *cpp_ext.toolkit_link_flags(), "-lcudart", "-lcuda", *extra)
-        # The runtime by its file: the wheels have no link name for it. Not the driver: entry points come from
-        # cudaGetDriverEntryPoint, so that the module loads on a machine without one.
-        # -z now: a name that nobody defines fails the load, rather than the process at the first call.
-        runtime = toolkit.find_library("cudart")
-        folders = ":".join(self.runtime_dirs) or runtime.parent
-        return ("-shared", str(runtime), f"-Wl,-rpath,{folders}", "-Wl,-z,now", *extra)
 
     def get_library_path(self) -> Path:
         """The library that is or would be loaded."""
@@ -259,17 +225,6 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     def lock_path(self) -> Path:
         """The file that is locked while the module is built. Making its folder is left to whoever locks it."""
         return jit_env.FLASHINFER_JIT_DIR / "tmp" / f"{self.name}.lock"
-
-
-def _as_arguments(flags: Iterable[str], common: Iterable[str], cuda_home: str) -> Iterable[str]:
-    """Upstream's flags, which are text for a build file, as the arguments of a command."""
-    for flag in flags:
-        if flag == "$common_cflags":
-            yield from _as_arguments(common, (), cuda_home)
-        elif flag.startswith("-isystem "):
-            yield from ("-isystem", flag.removeprefix("-isystem ").replace("$cuda_home", cuda_home))
-        elif flag:
-            yield flag.replace("$cuda_home", cuda_home)
 
 
 __all__ = ["JitBuildError", "JitSpecSm12x"]

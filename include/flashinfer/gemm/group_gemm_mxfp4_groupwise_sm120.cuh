@@ -8,9 +8,6 @@
 
 namespace flashinfer::gemm {
 
-// e5m2 instances stand behind the e4m3 ones of the same tile in the table.
-constexpr int kE5m2Tactics = 32;
-
 struct GroupGemmArguments {
   int cum_m;
   int n;

@@ -39,7 +39,7 @@ constexpr int kRouterExperts = 8;  // that a block multiplies at a time: an MMA'
 constexpr int kRouterVector = 8;  // elements of 16 bytes
 constexpr int kRouterStep = 4;  // vectors of two MMAs
 constexpr int kRouterHeldSteps = 6;  // steps of weights that a warp keeps in registers: K up to 3,072
-constexpr int kRouterMaxK = 16 * 1024;
+constexpr int kRouterMaxK = 16384;
 constexpr int kRouterTopKWarps = 4;
 
 // Vectors from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.

@@ -137,8 +137,8 @@ constexpr uint8_t kNanScale = 0xFF;
 constexpr int kScaleChunkRows = 128;
 constexpr int kScaleChunkBlocks = 4;
 constexpr int kScaleChunkBytes = kScaleChunkRows * kScaleChunkBlocks;
-constexpr int kKBlock = kScaleChunkBlocks * kScaleBlock;  // elements
-static_assert(kScaleChunkBytes == 512 && kKBlock == 128, "128x4 scale chunks");
+constexpr int kKBlock = 128;  // elements
+static_assert(kScaleChunkBytes == 512 && kKBlock == kScaleChunkBlocks * kScaleBlock, "128x4 scale chunks");
 
 // Bytes of a scale block, 32 elements, and of a K block, 128.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int block_bytes(Element element) {
@@ -232,7 +232,8 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(Element elem
 // Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from its up rows and one from its
 // gate rows, if it has these, so that a thread ends up with both operands of SwiGLU.
 constexpr int kRowTile = 128;
-constexpr int kRowHalf = kRowTile / 2;
+constexpr int kRowHalf = 64;
+static_assert(2 * kRowHalf == kRowTile);
 
 // (token, slot) pairs that a block routes by itself instead of waiting for the prologue kernel.
 constexpr int kInKernelPairs = 256;

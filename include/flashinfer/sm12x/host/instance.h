@@ -43,6 +43,9 @@ constexpr int kMaxInstances = 64;
 
 // The table, by tactic number; threads may register and look up at once. Null: none of that number has been registered.
 const Instance* find_instance(int index);
+
+// The grouped GEMM's instance for e5m2 rows is registered so far after the one for e4m3 rows of the same tile.
+constexpr int kE5m2Tactics = 32;
 void register_instance(const Instance* instance);
 
 struct Registration {

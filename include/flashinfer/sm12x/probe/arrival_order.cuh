@@ -28,7 +28,8 @@ enum class Handover : int {
 constexpr int kOrderPairs = 8;  // of warps in a block
 constexpr int kOrderStages = 2;  // as few as there can be, so that every hand-over is waited for
 constexpr int kOrderVectors = 32;
-constexpr int kOrderStageWords = 4 * kOrderVectors;
+constexpr int kOrderStageWords = 128;
+static_assert(kOrderStageWords == 4 * kOrderVectors);
 constexpr int kOrderStageBytes = 4 * kOrderStageWords;
 constexpr int kOrderSourceRounds = 64;  // rounds with contents of their own
 

@@ -14,7 +14,8 @@
 namespace flashinfer::sm12x::probe {
 
 constexpr int kReadThreads = 512;
-constexpr int kReadWarps = kReadThreads / 32;
+constexpr int kReadWarps = 16;
+static_assert(32 * kReadWarps == kReadThreads);
 constexpr int kReadLoads = 4;  // a thread, all in flight at once
 constexpr int kReadVectors = kReadThreads * kReadLoads;
 
