@@ -31,13 +31,11 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     make_mxfp4_moe_kernel,
 )
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
-from vllm.model_executor.layers.quantization.quark import quark_moe
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import contacts, devices, fallback, settings, table
+from . import contacts, devices, fallback, replacements, settings, table
 from .settings import Settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -570,15 +568,9 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     return selected
 
 
-def install() -> None:
-    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
-
-    They have no registry: each method's module looks its functions up at each call. Quark's method prepares weights for
-    this backend as gpt-oss has them, gate and up rows in turn and with biases; other models' take DeepSeek-V4's way.
-    """
-    mxfp4.select_deepseek_v4_mxfp4_moe_backend = ours_first(mxfp4.select_deepseek_v4_mxfp4_moe_backend)
-    quark_moe.select_mxfp4_moe_backend = ours_first(quark_moe.select_mxfp4_moe_backend)
-    prepare_gpt_oss = quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
+def prepared_for_quark(prepare_gpt_oss: Callable[..., Any]) -> Callable[..., Any]:
+    """Quark's preparation of weights for this backend, as gpt-oss has them, gate and up rows in turn and with biases;
+    changed to prepare other models' as DeepSeek-V4's method does."""
 
     def prepared(**given: Any) -> Any:
         if given["mxfp4_backend"] != BACKENDS["a8"] or given["layer"].activation == MoEActivation.SWIGLUOAI:
@@ -587,7 +579,18 @@ def install() -> None:
             **{name: value for name, value in given.items() if not name.endswith("_input_scale")}
         )
 
-    quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format = prepared
+    return prepared
+
+
+def install() -> None:
+    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
+
+    They have no registry: each method's module looks its functions up at each call.
+    """
+    with replacements.installing("experts") as (deepseek_v4, quark, preparation):
+        for selection in (deepseek_v4, quark):
+            selection.replace(ours_first(selection.original()))
+        preparation.replace(prepared_for_quark(preparation.original()))
 
 
 def require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:
