@@ -108,11 +108,12 @@ def test_a_part_is_installed_whole_or_not_at_all(theirs: Any, writes: bool, erro
 
 def test_a_part_within_another_is_taken_back_with_it(theirs: Any) -> None:
     before = held(theirs)
+    inner = Replacement("decode", "their.module", "function", "", "")
 
     def install() -> None:
         with replacements.installing("config"):
             with replacements.installing("decode"):
-                ROWS["function"].replace("ours")
+                inner.replace("ours")
             raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):

@@ -29,6 +29,7 @@ from flashinfer_sm12x.vllm import (
     model,
     moe,
     reach,
+    replacements,
     settings,
 )
 from flashinfer_sm12x.vllm import table as table_module
@@ -237,6 +238,7 @@ def test_a_module_of_dense_layers_that_cannot_be_built_leaves_them_in_bf16(check
 def test_vllms_own_question_is_asked_where_ours_fails(monkeypatch, log, name, error):
     from vllm.utils import flashinfer as vllm_flashinfer
 
+    monkeypatch.setattr(replacements, "_before", {})
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: True)
     if name == "settings":
         monkeypatch.setattr(settings, "resolve", failing(error))
@@ -275,7 +277,7 @@ def test_a_gpu_or_a_wheel_that_cannot_be_asked_leaves_all_to_vllm(monkeypatch, l
     if probe == "served":
         monkeypatch.setattr(devices, "served", failing(error))
     else:
-        monkeypatch.setattr(settings, "load", lambda path: SimpleNamespace(upstream_alone=failing(error)))
+        monkeypatch.setattr(plugin.versions, "upstream_alone", failing(error))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "outcome", "")
     plugin.register()
