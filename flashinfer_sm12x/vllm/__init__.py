@@ -15,6 +15,7 @@ if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
 ``nvfp4``        NVFP4 experts of any model
 ``dense``        QKV, O and the LM head in block-scaled formats
+``layer_object`` the cache of the fork's layer objects
 ``lm_head``      the LM head's class
 ``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network

@@ -36,6 +36,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 from vllm.model_executor.utils import replace_parameter
 
 from . import contacts, devices, fallback, replacements, settings, table
+from .layer_object import LayerObject
 from .settings import Settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -87,8 +88,7 @@ class SM12xExperts(FlashInferExperts):
             )
             setattr(self, f"gemm1_{name}", made)
         self.expert_map: torch.Tensor | None = None
-        self._of: tuple[Any, ...] = ()
-        self._made: Any = None
+        self._object = LayerObject()
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -173,16 +173,16 @@ class SM12xExperts(FlashInferExperts):
         self._layer(w1, w2).run(hidden_states, topk_ids.to(torch.int), weights, input_sf=a1q_scale, output=output)
 
     def _layer(self, w1: torch.Tensor, w2: torch.Tensor) -> Any:
-        """The fork's object of these experts, made where vLLM gives other tensors than the last one was made of."""
+        """The fork's object of these experts (:class:`.LayerObject`)."""
         from flashinfer.tllm_enums import ActivationType
 
         from flashinfer.fused_moe import SM12xMoELayer
 
         scales, biases = self._scales(), (self.w1_bias, self.w2_bias)
-        of = (w1, w2, *scales, *biases)
-        if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
-            return self._made
-        self._made = SM12xMoELayer(
+        tensors = (w1, w2, *scales, *biases)
+        if (known := self._object.get(tensors)) is not None:
+            return known
+        made = SM12xMoELayer(
             w1,
             w2,
             self.out_dtype,
@@ -198,8 +198,7 @@ class SM12xExperts(FlashInferExperts):
             **self._mode(),
             activation_type=ActivationType[self.operators_activation],
         )
-        self._of = of
-        return self._made
+        return self._object.keep(made, tensors)
 
     def _mode(self) -> dict[str, bool]:
         """The operator's flags."""
