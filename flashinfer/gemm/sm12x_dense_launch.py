@@ -119,7 +119,6 @@ def choose(
     return choose_instance(weights, num_tokens, n, k, operand, sm_count, device.dense_tiles_per_sm)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_instance(
     weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int, tiles_per_sm: int = 1
 ) -> Instance:

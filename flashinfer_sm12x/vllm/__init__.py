@@ -5,15 +5,17 @@ vLLM calls :func:`register` in every process through the entry point group ``vll
 it imports any of vLLM's model code if there is no GPU of the SM12x family (:mod:`.devices`), if it is switched off, or
 if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 
-===============  =====================================================================================
+================ =====================================================================================
 ``fallback``     what a failure leaves to vLLM, and the refusals that end a start
 ``settings``     the user's choices, their sources, and the errors
 ``contacts``     vLLM's names that the plugin uses, and the part that is switched off if one has moved
+``replacements`` the table of what the plugin replaces in vLLM, and its installation
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
 ``nvfp4``        NVFP4 experts of any model
 ``dense``        QKV, O and the LM head in block-scaled formats
+``layer_object`` the cache of the fork's layer objects
 ``lm_head``      the LM head's class
 ``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network
@@ -21,7 +23,7 @@ if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 ``memory``       vLLM's share of memory that GPU and host share, and a watch over the weights' load
 ``reach``        warnings about choices that do not apply
 ``table``        the table in the log
-===============  =====================================================================================
+================ =====================================================================================
 """
 
 from __future__ import annotations
@@ -74,21 +76,18 @@ def register() -> None:
         from . import config
 
         config.install()
-        left, failed = [], []
+        left = []
         for part in ("experts", "nvfp4", "dense", "head", "attention"):
-            module = contacts.module(part)
-            if module is None:
-                left.append(part)
-            elif part != "dense":  # which the quantization config makes
-                failed.append(part)
-                with fallback.leaving(contacts.MODULES[part][1]):
-                    module.install()
-                    failed.remove(part)
+            left.append(part)
+            with fallback.leaving(contacts.MODULES[part][1]):
+                module = contacts.module(part)
+                if module is not None:
+                    if part != "dense":  # which the quantization config makes
+                        module.install()
+                    left.remove(part)
         outcome = "installed"
         if left:
-            outcome += f", but what it touches of vLLM moved for: {', '.join(left)}"
-        if failed:
-            outcome += f", but installing failed for: {', '.join(failed)}"
+            outcome += f", but left to vLLM, as the log says: {', '.join(left)}"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
         if isinstance(error, variables.VariableError):

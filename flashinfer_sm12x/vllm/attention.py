@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from typing import Any
 
-from . import compiler, contacts, devices, fallback, settings
+from . import compiler, contacts, devices, fallback, replacements, settings
 
 
 def _vllm_flashinfer() -> Any:
@@ -52,12 +53,8 @@ def why(backend: str) -> str:
     return "vLLM's choice" if contacts.why_not("attention") or not why_not_compiled() else "no compiler for XQA"
 
 
-def install() -> None:
-    """Answer vLLM's question with yes where kernels are compiled here; it is asked again where they are not."""
-    vllm_flashinfer = _vllm_flashinfer()
-    asked: Any = vllm_flashinfer.has_nvidia_artifactory
-    if hasattr(asked, "sm12x_original"):
-        return
+def answered_here(asked: Callable[[], bool]) -> Callable[[], bool]:
+    """vLLM's question, which is asked only if XQA cannot be compiled here or the user chose otherwise."""
 
     @functools.cache
     def has_nvidia_artifactory() -> bool:
@@ -70,5 +67,10 @@ def install() -> None:
                 return True
         return bool(asked())
 
-    has_nvidia_artifactory.sm12x_original = asked  # type: ignore[attr-defined]
-    vllm_flashinfer.has_nvidia_artifactory = has_nvidia_artifactory
+    return has_nvidia_artifactory
+
+
+def install() -> None:
+    """Answer vLLM's question with yes where kernels are compiled here; it is asked again where they are not."""
+    with replacements.installing("attention") as (question,):
+        question.replace(answered_here(question.original()))

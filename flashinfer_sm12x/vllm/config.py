@@ -5,6 +5,7 @@ server's config."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
+from vllm.model_executor.models.config import GptOssForCausalLMConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
-from . import contacts, fallback, memory, settings, table
+from . import contacts, fallback, memory, replacements, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -100,18 +101,13 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
     compilation.cudagraph_capture_sizes = sorted({*(size for size in GRAPH_SIZES if size <= most), most})
 
 
-replaced: Any = None
-"""vLLM's entry for the model, which :data:`MODEL` replaces."""
-
-
 def install() -> None:
     """Register the classes above, unless another plugin has replaced vLLM's entry."""
-    global replaced
-    register_quantization_config(settings.CHECKPOINTS)(SM12xGptOssConfig)
-    with fallback.leaving(contacts.MODULES["decode"][1]):
-        replaced = ModelRegistry.models.get(ARCHITECTURE)
-        ModelRegistry.register_model(ARCHITECTURE, MODEL)
-    if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
-        MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook
-    else:
-        logger.warning("flashinfer-sm12x: another plugin hooks %s; its settings stay unchecked here", ARCHITECTURE)
+    with replacements.installing("config") as (quantization, hook):
+        quantization.replace(SM12xGptOssConfig, through=register_quantization_config(settings.CHECKPOINTS))
+        with fallback.leaving(contacts.MODULES["decode"][1]), replacements.installing("decode") as (model,):
+            model.replace(MODEL, through=functools.partial(ModelRegistry.register_model, ARCHITECTURE))
+        if hook.original() is GptOssForCausalLMConfig:
+            hook.replace(SM12xGptOssHook)
+        else:
+            logger.warning("flashinfer-sm12x: another plugin hooks %s; its settings stay unchecked here", ARCHITECTURE)

@@ -23,11 +23,12 @@ import dis
 import functools
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
+
+from . import fallback
 
 MODELS = "vllm.model_executor.models"
 LAYERS = "vllm.model_executor.layers"
@@ -52,7 +53,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "_VllmLogger.warning_once(msg, *args, scope=)",
         ),
         f"{LAYERS}.linear": ("LinearBase",),
-        f"{LAYERS}.quantization": ("register_quantization_config(quantization)",),
+        f"{LAYERS}.quantization": (
+            "register_quantization_config(quantization)",
+            "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG",
+        ),
         f"{LAYERS}.quantization.mxfp4": (
             "GptOssMxfp4Config._make_moe_method <- (moe)",
             "GptOssMxfp4Config.get_quant_method <- (layer, prefix)",
@@ -530,29 +534,37 @@ MODULES: Mapping[str, tuple[str, str]] = {
 SHOWN = 3
 
 
-@functools.cache
+_left: dict[str, str] = {}
+"""Parts that could not be installed, and why."""
+
+
+def leave(part: str, why: str) -> None:
+    """Leave a part to vLLM from now on, and those that need it."""
+    _left[part] = why
+
+
 def why_not(part: str) -> str:
     """Why a part is left to vLLM, or an empty text. The log gets it, once a process."""
-    reason = _why_not(part)
+    needed = next((other for other in NEEDS.get(part, ()) if why_not(other)), None)
+    reason = f"{MODULES[needed][1]}, too" if needed else _left.get(part) or _moved(part)
     if reason:
-        logging.getLogger("vllm.flashinfer_sm12x").warning(
-            "flashinfer-sm12x: %s left to vLLM: %s. This fork is made for vLLM 0.33.0", MODULES[part][1], reason
-        )
+        fallback.log_once(MODULES[part][1], reason)
     return reason
 
 
-def _why_not(part: str) -> str:
-    for other in NEEDS.get(part, ()):
-        if why_not(other):
-            return f"{MODULES[other][1]}, too"
+@functools.cache
+def _moved(part: str) -> str:
+    """What moved of vLLM that a part needs, or an empty text."""
+    reason = ""
     try:
         if moved := list(filter(None, map(probe, contacts(part)))):
             more = f"; and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
-            return "; ".join(moved[:SHOWN]) + more
-        importlib.import_module(f".{MODULES[part][0]}", __package__)
+            reason = "; ".join(moved[:SHOWN]) + more
+        else:
+            importlib.import_module(f".{MODULES[part][0]}", __package__)
     except Exception as error:  # a name that computes its value and fails, or an import of ours that is not there
-        return f"{type(error).__name__}: {error}"
-    return ""
+        reason = f"{type(error).__name__}: {error}"
+    return f"{reason}. This fork is made for vLLM 0.33.0" if reason else ""
 
 
 def module(part: str) -> ModuleType | None:

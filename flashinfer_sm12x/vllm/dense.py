@@ -27,6 +27,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from ..versions import KERNELS_PACKAGE
 from . import compiler, contacts, dense_folder, fallback, settings, table
+from .layer_object import LayerObject
 from .settings import Choice
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -42,8 +43,7 @@ class ForkKernel:
         self.weights: Any = choice.weights
         self.activation: Any = "mxfp8" if choice.activations == "a8" else "bf16"
         self.next_weights: torch.Tensor | None = None  # of a decode step's call, while it runs
-        self._of: tuple[Any, ...] = ()
-        self._made: Any = None
+        self._object = LayerObject()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales into the kernels' layout."""
@@ -58,13 +58,13 @@ class ForkKernel:
         return out.view(*x.shape[:-1], layer.weight.shape[0])
 
     def _dense(self, layer: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
-        """The fork's object of a layer, made where vLLM gave it other tensors than the last one was made of."""
+        """The fork's object of a layer (:class:`.LayerObject`)."""
         from flashinfer.gemm import DenseLayer
 
         compiles = torch.compiler.is_compiling()  # what is made while that traces is the graph's
-        of = (layer.weight, layer.weight_scale, bias, layer.weight_global_scale, dtype)
-        if not compiles and self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
-            return self._made
+        tensors = (layer.weight, layer.weight_scale, bias, layer.weight_global_scale)
+        if not compiles and (known := self._object.get(tensors, dtype)) is not None:
+            return known
         made = DenseLayer(
             layer.weight,
             layer.weight_scale,
@@ -75,9 +75,7 @@ class ForkKernel:
             out_dtype=dtype,
             constant_weights=True,
         )
-        if not compiles:
-            self._of, self._made = of, made
-        return made
+        return made if compiles else self._object.keep(made, tensors, dtype)
 
     def norms(self, layer: Any, rows: int) -> bool:
         """Whether :meth:`apply_behind_norm` is one launch for this number of rows."""

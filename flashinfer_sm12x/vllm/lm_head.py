@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from . import contacts, dense, fallback, reach, settings, table
+from . import contacts, dense, fallback, reach, replacements, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -69,7 +69,8 @@ def _model_that_is_built() -> Any:
 
 def install() -> None:
     """Have vLLM build :class:`SM12xParallelLMHead` where it asks for its own."""
-    if NAME in op_registry_oot:
-        logger.warning("flashinfer-sm12x: another plugin replaces %s; the LM head stays as that one makes it", NAME)
-        return
-    PluggableLayer.register_oot(name=NAME)(SM12xParallelLMHead)
+    with replacements.installing("head") as (head,):
+        if head.original() is not None:
+            logger.warning("flashinfer-sm12x: another plugin replaces %s; the LM head stays as that one makes it", NAME)
+            return
+        head.replace(SM12xParallelLMHead, through=PluggableLayer.register_oot(name=NAME))

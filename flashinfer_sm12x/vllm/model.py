@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
 from . import contacts, fallback, memory, reach, settings, table
 from .dense import ForkKernel
+from .layer_object import LayerObject
 from .moe import SM12xAutoExperts, SM12xMoEMethod, reason_against_a_step
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -343,13 +344,12 @@ def _add_and_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> None:
 class Attention:
     """The attention of one layer in decode steps: rope, the cache's write and attention in one launch.
 
-    The fork's object is made of the cache that vLLM gave the layer, and anew where it gives another.
+    The fork's object is made of the cache that vLLM gave the layer (:class:`.LayerObject`).
     """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self._of: tuple[Any, ...] = ()
-        self._made: Any = None
+        self._object = LayerObject()
 
     def _attention(self, layout: Any, rope: torch.Tensor, workspace: torch.Tensor) -> Any:
         from flashinfer.decode import DecodeAttentionLayer
@@ -358,16 +358,12 @@ class Attention:
         cache = layer.kv_cache
         scales = (layer._k_scale_float, layer._v_scale_float) if layer.kv_cache_dtype in E4M3_CACHES else (1.0, 1.0)
         tensors = (cache, rope, workspace, layer.impl.sinks)
-        of = (*tensors, cache.data_ptr(), scales, layout)  # the object has views of the cache
-        if (
-            self._of
-            and all(one is other for one, other in zip(tensors, self._of, strict=False))
-            and of[4:] == self._of[4:]
-        ):
-            return self._made
+        values = (cache.data_ptr(), scales, layout)  # the address: the object has views of the cache
+        if (known := self._object.get(tensors, values)) is not None:
+            return known
         if cache.dtype is torch.uint8:
             cache = cache.view(torch.float8_e4m3fn)
-        self._made = DecodeAttentionLayer(
+        made = DecodeAttentionLayer(
             cache.permute(*layout.layer_view_order).split(HEAD, dim=-1),
             rope_table=rope,
             sinks=layer.impl.sinks,
@@ -379,8 +375,7 @@ class Attention:
             workspace_buffer=workspace,
             constant_cache=True,
         )
-        self._of = of
-        return self._made
+        return self._object.keep(made, tensors, values)
 
     def attend(
         self, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor, workspace: torch.Tensor

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.model_executor.models.registry import ModelRegistry
-
-from . import config, contacts, fallback, table
+from . import contacts, fallback, replacements, table
 
 
 def _chosen() -> Any:
@@ -17,8 +15,8 @@ def _chosen() -> Any:
         if model is not None:
             return model.SM12xGptOssForCausalLM
         table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
-    # If the plugin is not registered, the registry still has vLLM's own entry.
-    return (config.replaced or ModelRegistry.models[config.ARCHITECTURE]).load_model_cls()
+    (entry,) = replacements.of("decode")
+    return entry.original().load_model_cls()
 
 
 SM12xGptOssForCausalLM = _chosen()

@@ -31,13 +31,12 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     make_mxfp4_moe_kernel,
 )
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
-from vllm.model_executor.layers.quantization.quark import quark_moe
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import contacts, devices, fallback, settings, table
+from . import contacts, devices, fallback, replacements, settings, table
+from .layer_object import LayerObject
 from .settings import Settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -89,8 +88,7 @@ class SM12xExperts(FlashInferExperts):
             )
             setattr(self, f"gemm1_{name}", made)
         self.expert_map: torch.Tensor | None = None
-        self._of: tuple[Any, ...] = ()
-        self._made: Any = None
+        self._object = LayerObject()
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -175,16 +173,16 @@ class SM12xExperts(FlashInferExperts):
         self._layer(w1, w2).run(hidden_states, topk_ids.to(torch.int), weights, input_sf=a1q_scale, output=output)
 
     def _layer(self, w1: torch.Tensor, w2: torch.Tensor) -> Any:
-        """The fork's object of these experts, made where vLLM gives other tensors than the last one was made of."""
+        """The fork's object of these experts (:class:`.LayerObject`)."""
         from flashinfer.tllm_enums import ActivationType
 
         from flashinfer.fused_moe import SM12xMoELayer
 
         scales, biases = self._scales(), (self.w1_bias, self.w2_bias)
-        of = (w1, w2, *scales, *biases)
-        if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
-            return self._made
-        self._made = SM12xMoELayer(
+        tensors = (w1, w2, *scales, *biases)
+        if (known := self._object.get(tensors)) is not None:
+            return known
+        made = SM12xMoELayer(
             w1,
             w2,
             self.out_dtype,
@@ -200,8 +198,7 @@ class SM12xExperts(FlashInferExperts):
             **self._mode(),
             activation_type=ActivationType[self.operators_activation],
         )
-        self._of = of
-        return self._made
+        return self._object.keep(made, tensors)
 
     def _mode(self) -> dict[str, bool]:
         """The operator's flags."""
@@ -570,15 +567,9 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     return selected
 
 
-def install() -> None:
-    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
-
-    They have no registry: each method's module looks its functions up at each call. Quark's method prepares weights for
-    this backend as gpt-oss has them, gate and up rows in turn and with biases; other models' take DeepSeek-V4's way.
-    """
-    mxfp4.select_deepseek_v4_mxfp4_moe_backend = ours_first(mxfp4.select_deepseek_v4_mxfp4_moe_backend)
-    quark_moe.select_mxfp4_moe_backend = ours_first(quark_moe.select_mxfp4_moe_backend)
-    prepare_gpt_oss = quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
+def prepared_for_quark(prepare_gpt_oss: Callable[..., Any]) -> Callable[..., Any]:
+    """Quark's preparation of weights for this backend, as gpt-oss has them, gate and up rows in turn and with biases;
+    changed to prepare other models' as DeepSeek-V4's method does."""
 
     def prepared(**given: Any) -> Any:
         if given["mxfp4_backend"] != BACKENDS["a8"] or given["layer"].activation == MoEActivation.SWIGLUOAI:
@@ -587,7 +578,18 @@ def install() -> None:
             **{name: value for name, value in given.items() if not name.endswith("_input_scale")}
         )
 
-    quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format = prepared
+    return prepared
+
+
+def install() -> None:
+    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
+
+    They have no registry: each method's module looks its functions up at each call.
+    """
+    with replacements.installing("experts") as (deepseek_v4, quark, preparation):
+        for selection in (deepseek_v4, quark):
+            selection.replace(ours_first(selection.original()))
+        preparation.replace(prepared_for_quark(preparation.original()))
 
 
 def require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:

@@ -18,13 +18,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
-from vllm.model_executor.layers.quantization import modelopt
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w4a4_nvfp4 as compressed_tensors,
-)
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
-from . import contacts, fallback, moe, settings
+from . import contacts, fallback, moe, replacements, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -114,5 +110,6 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up at each
     call."""
-    for module in (modelopt, compressed_tensors):
-        module.select_nvfp4_moe_backend = ours_first(module.select_nvfp4_moe_backend)
+    with replacements.installing("nvfp4") as selections:
+        for selection in selections:
+            selection.replace(ours_first(selection.original()))

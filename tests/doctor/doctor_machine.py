@@ -134,7 +134,7 @@ class Machine:
             "FLASHINFER_WORKSPACE_BASE": str(self.root / "cache"),
             "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
         }
-        for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x.vllm"):
+        for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x/vllm"):
             (self.root / folder).mkdir(mode=0o755, parents=True)
         headers = {"cuda_runtime.h": "", "cuda_runtime_api.h": "#define CUDART_VERSION 13000\n", "curand_kernel.h": ""}
         write_tree(self.root / "toolkit" / "include", headers)

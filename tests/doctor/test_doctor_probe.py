@@ -8,9 +8,11 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from doctor_machine import DOCTOR, ORDERS, REPO, Machine, healthy
 from doctor_machine import findings as all_findings
 from layer_toys import write_tree
@@ -19,13 +21,27 @@ from perfmodel import gb10, moe
 import flashinfer_sm12x.doctor as doctor
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer_sm12x.doctor import probing
-from flashinfer_sm12x.doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted
+from flashinfer_sm12x.doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted, target
 from flashinfer_sm12x.doctor.probe_checks import KINDS, PROBE_CHECKS
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
     found = all_findings({f"probe-{part}": found for part, found in measured.items()})
     return {check: finding for check, finding in found.items() if check in PROBE_CHECKS}
+
+
+def test_a_gpu_s_kernels_are_those_of_the_operators_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is loaded, and its device made the current one, by what does so for the operators."""
+    calls: list[Any] = []
+    module = SimpleNamespace(sm12x_probe_copy="copy")
+    backend = SimpleNamespace(
+        module=lambda generate: calls.append(generate) or module,
+        call=lambda *given, writes: calls.append((given, writes)),
+    )
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(target, "kernels", {device: backend}.__getitem__)
+    target.Target(device, "NVIDIA GB10", (12, 1), 48).call("copy", 1, 2, writes=("out",))  # type: ignore[arg-type]
+    assert calls == [target.gen_probe_module, (("copy", 1, 2), ("out",))]
 
 
 def test_a_gb10_s_ranges_are_those_of_the_predictor() -> None:

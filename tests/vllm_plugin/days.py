@@ -24,6 +24,7 @@ LONG: tuple[str, ...] = tuple(
         *(f"{RANKS}[{kind}]" for kind in ("tensor parallel", "expert parallel", "dense layers quantized")),
         "test_vllm_decode.py::test_two_ranks_decode_as_one",
         "test_vllm_folder.py::test_two_ranks_agree_with_transformers",
+        "test_vllm_replacements.py",
         "test_vllm_processes.py::test_a_start_comes_as_far_as_it_can_without_a_gpu",
         "test_vllm_models.py::test_each_dense_choice_agrees_with_transformers_on_quantized_weights",
         "test_vllm_models.py::test_a_model_of_the_forks_experts_agrees_with_transformers",

@@ -16,16 +16,14 @@ import pytest
 import touched
 from touched import OURS, Touch, Walk
 
-from flashinfer_sm12x.vllm import contacts
+from flashinfer_sm12x.vllm import contacts, replacements
 
 NAMES = {
     **{f"{file}: current_platform": "Platform" for file in ("compiler.py", "devices.py", "memory.py")},
     "attention.py has_nvidia_artifactory: config": "VllmConfig",
+    "attention.py: question": OURS,
     "attention.py: _vllm_flashinfer()": "vllm.utils.flashinfer",
-    "attention.py: vllm_flashinfer": "vllm.utils.flashinfer",
-    "attention.py: asked": OURS,
     "config.py: vllm_config": "VllmConfig",
-    "config.py: MODELS_CONFIG_MAP": OURS,  # a dictionary
     "dense.py: vllm_config": "VllmConfig",
     "dense.py: self._leave(layer)": "UnquantizedLinearMethod",  # or UnquantizedEmbeddingMethod, called alike
     "dense.py tie_weights: layer.quant_method": "UnquantizedEmbeddingMethod",
@@ -69,7 +67,7 @@ NAMES = {
     "model.py: self.attention[index]": OURS,
     "model.py: next(model.parameters())": OURS,
     "model.py: router": "ReplicatedLinear",
-    "model_class.py: config.replaced or ModelRegistry.models[config.ARCHITECTURE]": "_LazyRegisteredModel",
+    "model_class.py: entry.original()": "_LazyRegisteredModel",
     "moe.py: layer": "RoutedExperts",
     "moe.py: moe": "FusedMoEConfig",
     "moe.py: getattr(layer, name)": OURS,  # weights, which create_weights() of vLLM's method makes
@@ -82,11 +80,11 @@ NAMES = {
     "moe.py reason_against_a_step: router": "FusedTopKRouter",
     "moe.py: tensor": OURS,
     "nvfp4.py: config": "FusedMoEConfig",
-    "nvfp4.py: module": "vllm.model_executor.layers.quantization.modelopt",  # and compressed_tensors, alike
     "reach.py: vllm_config": "VllmConfig",
     "reach.py: model": "GptOssModel",
     "reach.py: layer": "TransformerBlock",
     "reach.py: method": "GptOssMxfp4MoEMethod",
+    "replacements.py: holder": OURS,  # as its table says; test_replacements.py compares that with the contacts
     "settings.py: additional_config": OURS,
     "settings.py: given": OURS,
     "settings.py: variables": OURS,
@@ -140,7 +138,6 @@ VALUES = {
     "RoutedExperts._parameters": OURS,
     "MoERunner.moe_config": "FusedMoEConfig",
     "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEActivationFormat": "FusedMoEActivationFormat",
-    "ModelRegistry.models": OURS,
     "GptOssForCausalLM.model": "GptOssModel",
     "TransformerBlock.attn": "OAIAttention",
     "TransformerBlock.mlp": "MLPBlock",
@@ -243,7 +240,7 @@ ALSO = {
         for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant block_shape "
         "a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
     },
-    "select_nvfp4_moe_backend": "replaced in two modules by one name",
+    "select_nvfp4_moe_backend": "its form; it is replaced in two modules that import it",
 }
 """What depends on vLLM and is no attribute of an expression, and why."""
 
@@ -322,6 +319,7 @@ def test_every_attribute_of_vllm_that_the_plugin_touches_is_in_the_table():
 
 def test_every_entry_of_the_table_is_touched():
     used = {(each.module, each.path) for touch in WALK.touches for _, each in entries(touch)}
+    used |= {(each.module, each.path.partition("[")[0]) for each in replacements.TABLE}
     own = {
         node.name if isinstance(node, ast.FunctionDef) else node.attr
         for path in touched.PLUGIN.glob("*.py")

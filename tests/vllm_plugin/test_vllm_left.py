@@ -29,6 +29,7 @@ from flashinfer_sm12x.vllm import (
     model,
     moe,
     reach,
+    replacements,
     settings,
 )
 from flashinfer_sm12x.vllm import table as table_module
@@ -237,6 +238,7 @@ def test_a_module_of_dense_layers_that_cannot_be_built_leaves_them_in_bf16(check
 def test_vllms_own_question_is_asked_where_ours_fails(monkeypatch, log, name, error):
     from vllm.utils import flashinfer as vllm_flashinfer
 
+    monkeypatch.setattr(replacements, "_before", {})
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: True)
     if name == "settings":
         monkeypatch.setattr(settings, "resolve", failing(error))
@@ -263,7 +265,7 @@ def test_a_part_that_cannot_be_installed_leaves_the_others_installed(monkeypatch
     plugin.register()
     assert sorted([*installed, part]) == ["attention", "experts", "head", "nvfp4"]
     assert left(log) == [contacts.MODULES[part][1]]
-    assert plugin.outcome == f"installed, but installing failed for: {part}"
+    assert plugin.outcome == f"installed, but left to vLLM, as the log says: {part}"
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -275,7 +277,7 @@ def test_a_gpu_or_a_wheel_that_cannot_be_asked_leaves_all_to_vllm(monkeypatch, l
     if probe == "served":
         monkeypatch.setattr(devices, "served", failing(error))
     else:
-        monkeypatch.setattr(settings, "load", lambda path: SimpleNamespace(upstream_alone=failing(error)))
+        monkeypatch.setattr(plugin.versions, "upstream_alone", failing(error))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "outcome", "")
     plugin.register()
@@ -288,13 +290,13 @@ def test_a_gpu_or_a_wheel_that_cannot_be_asked_leaves_all_to_vllm(monkeypatch, l
 @pytest.mark.parametrize("probe", ["probe", "import_module"])
 def test_a_part_whose_contacts_cannot_be_asked_is_vllms(monkeypatch, log, probe, error):
     """A name of vLLM's that computes its value may fail in any way; so may a module of this package, when imported."""
-    contacts.why_not.cache_clear()
+    contacts._moved.cache_clear()
     monkeypatch.setattr(contacts if probe == "probe" else contacts.importlib, probe, failing(error))
     try:
         assert contacts.module("attention") is None
     finally:
         monkeypatch.undo()
-        contacts.why_not.cache_clear()
+        contacts._moved.cache_clear()
     (line,) = [line for line in log if "left to vLLM" in line]
     assert line.startswith("flashinfer-sm12x: the choice of the attention is left to vLLM: ")
     assert "injected" in line

@@ -564,12 +564,15 @@ def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, 
     """XQA and FA2 are compiled on SM12x; without a compiler vLLM's own question is asked."""
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    from flashinfer_sm12x.vllm import attention
+    from flashinfer_sm12x.vllm import attention, replacements
 
+    monkeypatch.setattr(replacements, "_before", {})
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: server)
     monkeypatch.setattr(attention, "why_not_compiled", lambda: "" if compiler else "no compiler")
     attention.install()
+    installed = vllm_flashinfer.has_nvidia_artifactory
     attention.install()
+    assert vllm_flashinfer.has_nvidia_artifactory is installed
     supports = vllm_flashinfer.supports_trtllm_attention.__wrapped__
     assert supports(is_prefill=False) is (compiler or server)
     assert supports(is_prefill=True) is False

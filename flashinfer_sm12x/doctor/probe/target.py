@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,20 +53,13 @@ class Target:
             arguments: Tensors on :attr:`device`, and numbers.
             writes: The tensors that it writes.
         """
-        if self.virtual is not None:
-            function = getattr(self.virtual.module(gen_probe_module), f"sm12x_probe_{name}")
-            self.virtual.call(function, *arguments, writes=writes)
-        else:
-            getattr(_gpu_module(), f"sm12x_probe_{name}")(*arguments)
+        backend = kernels(self.device) if self.virtual is None else self.virtual
+        assert backend is not None
+        backend.call(getattr(backend.module(gen_probe_module), f"sm12x_probe_{name}"), *arguments, writes=writes)
 
     def synchronize(self) -> None:
         if self.virtual is None:
             torch.cuda.synchronize(self.device)
-
-
-@functools.cache
-def _gpu_module() -> Any:
-    return gen_probe_module().build_and_load()
 
 
 def find_target() -> Target:
