@@ -111,9 +111,8 @@ def _in_one_line() -> Iterator[None]:
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt as error:
             left = str(error) or "what is done stays, and the same command resumes from there"
-            ended: Any = click.ClickException(f"interrupted by {ending.signal.name}: {left}")
-            ended.exit_code = ending.status
-            raise ended from error
+            click.echo(ending.line("Error", left), err=True)
+            raise click.exceptions.Exit(ending.status) from error
 
 
 _export_compile_commands: Any = _upstream.export_compile_commands_cmd.callback
@@ -325,11 +324,9 @@ def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
     try:
         with _in_one_line():
             rows = [row for spec in _sm12x_specs(everything) for row in report.instance_rows(spec)]
-    except click.ClickException as ended:
-        error: Any = ended
-        if "build it first" in error.message:
-            error.message += f"\n'python -m flashinfer sm12x-build{' --all' * everything}' builds it."
-        raise
+    except click.ClickException as error:
+        hint = f"\n'python -m flashinfer sm12x-build{' --all' * everything}' builds it."
+        raise click.ClickException(error.message + hint * ("build it first" in error.message)) from error
     rows.sort(key=lambda row: (row.architecture, row.tactic, row.gemm))
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=1))

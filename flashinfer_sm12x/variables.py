@@ -304,8 +304,12 @@ TABLE: Mapping[str, Variable] = {
         None,
     ),
     "FLASHINFER_NVCC": Variable("a program", "the toolkit's", "The CUDA compiler."),
-    "FLASHINFER_NVCC_LAUNCHER": Variable("a command", "none", "Stands before the CUDA compiler: `ccache`, `distcc`."),
-    "FLASHINFER_CXX_LAUNCHER": Variable("a command", "none", "Stands before the C++ compiler."),
+    "FLASHINFER_NVCC_LAUNCHER": Variable(
+        "a command, quoted as for a shell", "none", "Stands before the CUDA compiler: `ccache`, `distcc`.", _words, ()
+    ),
+    "FLASHINFER_CXX_LAUNCHER": Variable(
+        "a command, quoted as for a shell", "none", "Stands before the C++ compiler.", _words, ()
+    ),
     "FLASHINFER_EXTRA_CFLAGS": Variable(
         "flags, quoted as for a shell", "none", "Added when C++ is compiled.", _words, ()
     ),

@@ -50,7 +50,7 @@ _ERROR_LINES = (
     r"ptxas (?:fatal|error|.*; (?:error|fatal))\b.*",
     r"(?:nvcc|nvlink|fatbinary) (?:fatal|error)\b.*",
     r".*\bundefined reference to\b.*",
-    r"\S*ld(?:\.\w+)?: .*",
+    r"(?:/.*/)?\S*ld(?:\.\w+)?: .*",  # by its path, which may hold spaces
     r"(?:Fatal |Command-line )?[Ee]rror: .*",
     r".*No space left on device.*",
     rf".*\b(?:{'|'.join(_SIGNAL_NAMES)})\b.*",

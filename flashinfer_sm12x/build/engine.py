@@ -201,8 +201,7 @@ def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> C
         flags = [*(["-ccbin", host] if host else []), *flags]
     else:
         compiler, launcher = host_compiler(), "FLASHINFER_CXX_LAUNCHER"
-    words = tuple(variables.read(launcher).split())
-    return CompileStep(name, source.resolve(), compiler, tuple(flags), words)
+    return CompileStep(name, source.resolve(), compiler, tuple(flags), variables.read(launcher))
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _guest(kind: str, *gpus: str) -> Callable[[Machine], object]:
 
 def _uv(m: Machine) -> None:
     shutil.rmtree(m.site / "pip")
-    m.program("bin/uv", f'echo uv "$@" >> {m.root}/installed')
+    m.program("bin/uv", f'echo uv "$@" >> {shlex.quote(str(m.root))}/installed')
 
 
 def _uv_without_torch(m: Machine) -> None:

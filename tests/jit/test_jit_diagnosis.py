@@ -123,6 +123,12 @@ CASES = [
         "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\ncollect2: error: ld returned 1 exit status",
         "sm12x-cache clear --module NAME",
     ),
+    (
+        1,
+        0,
+        "/home/a b/bin/ld: unrecognized option '--bogus'\ncollect2: error: ld returned 1 exit status",
+        None,
+    ),
     (1, 0, "/tmp/x.s: Fatal error: can't create /tmp/x.o: Disk quota exceeded", "is full"),
     (1, 0, "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'", "is full"),
     (
