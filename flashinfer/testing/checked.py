@@ -285,7 +285,7 @@ def make_dense_inputs(case: DenseCase, seed: int) -> None:
     require_choice("weights", case.weights, tuple(dense.WEIGHTS))
     require_choice("tokens", case.tokens, dense.TOKENS)
     if case.bias is not None:
-        require_output_dtype("bias", case.bias, HALVES)
+        require_output_dtype("bias", case.bias, (*HALVES, torch.float32))
     require_output_dtype("out_dtype", case.out_dtype, (*HALVES, torch.float32))
     for name in ("alpha", "residual"):
         require_int(name, getattr(case, name), 0, 1, "True or False")
