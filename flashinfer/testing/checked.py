@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions of ``flashinfer.testing``: metadata of their arguments is checked before anything is computed.
 
-A scale too few broadcasts, an expert too many is never read: both would be a reference of something else. References take
-what their operators take, so those check their calls; values, but for group ends, are not looked at.
+A scale too few broadcasts, an expert too many is never read: both would be a reference of something else. References of dense
+layers and of grouped GEMMs take what their operators take, so those check the calls; that of a MoE layer also sizes that tests
+pad themselves. Values, but for group ends, are not looked at.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -72,6 +74,13 @@ def _require(
     fits = value.dtype in dtypes and (shape is None or value.shape == shape)
     if not fits or (like is not None and value.device != like.device):
         raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+
+
+def _require_rank(name: str, value: Any, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise unless ``value`` is a tensor of so many dimensions and one of ``dtypes``."""
+    _require(name, value, None, dtypes)
+    if value.ndim != rank:
+        raise ValueError(f"{name} is {describe(value)}; it must have {rank} dimensions")
 
 
 def _require_type(name: str, value: Any, kind: type) -> None:
@@ -163,6 +172,7 @@ def check_within_bound(actual: torch.Tensor, reference: torch.Tensor, bound: tor
 # --- MoE layers ---------------------------------------------------------------------------------------------------
 
 _MOE_OPTIONS = ("swizzled_input_sf", "swiglu_step", "relu2")
+_OF_EXPERTS = ("fc1_global", "fc2_global", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 @_before(moe_inputs.make_moe_inputs)
@@ -171,7 +181,8 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
     require_int("seed", seed, *SEEDS)
     require_int("num_tokens", case.num_tokens, 0)
     require_k_alignment("hidden", case.hidden)
-    require_k_alignment("inter", case.inter)
+    if require_int("inter", case.inter, 2) % 2:  # a test pads the last block itself
+        raise ValueError(f"inter is {case.inter}; it must be even, since a byte holds two weights")
     experts = require_int("num_experts", case.num_experts, 1)
     require_int("top_k", case.top_k, 1, experts, "no more than there are experts")
     ep_size = require_int("ep_size", case.ep_size, 1, experts)
@@ -205,32 +216,60 @@ def _require_rows(rows: tuple[Any, ...], case: MoECase) -> None:
 
 @_before(moe.moe_reference)
 def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> None:
-    from ..fused_moe.sm12x_validation import Mode, MoECall, require_experts, validate
-
     _require_type("inputs", inputs, MoEInputs)
     _require_accumulation(accumulation)
     require_choice("weights", inputs.weights, tuple(moe.WEIGHTS))
     for name in _MOE_OPTIONS:
         require_int(name, getattr(inputs, name), 0, 1, "True or False")
-    for name in ("fc1_weights", "fc2_weights"):
-        _require(name, getattr(inputs, name), None, (torch.uint8,))
-    for name in ("fc1_scales", "fc2_scales"):
-        _require(name, getattr(inputs, name), None, (*SCALES, torch.int32))
-        if getattr(inputs, name).ndim != 3:  # a flat tensor is the operator's too
-            raise ValueError(f"{name} is {describe(getattr(inputs, name))}; it must be 3-D, a matrix an expert")
+    require_output_dtype("output_dtype", inputs.output_dtype, HALVES)
+    ep_size = require_int("ep_size", inputs.ep_size, 1)
+    require_int("ep_rank", inputs.ep_rank, 0, ep_size - 1, "below ep_size")
+    x, ids = inputs.input, inputs.token_selected_experts
+    _require_rank("input", x, 2, HALVES[:1] if inputs.w4a16 else (*HALVES, torch.float8_e4m3fn))
+    _require_rank("token_selected_experts", ids, 2, (torch.int32, torch.int64))
+    _require_rank("fc2_weights", inputs.fc2_weights, 3, (torch.uint8,))
+    (tokens, hidden), top_k, (experts, _, half) = x.shape, ids.shape[1], inputs.fc2_weights.shape
+    rows = (2 if inputs.relu2 else 4) * half
+    shapes: dict[str, tuple[tuple[int, ...], Sequence[torch.dtype]]] = {
+        "token_selected_experts": ((tokens, top_k), (ids.dtype,)),
+        "token_final_scales": ((tokens, top_k), (torch.float32,)),
+        "fc1_weights": ((experts, rows, hidden // 2), (torch.uint8,)),
+        "fc2_weights": ((experts, hidden, half), (torch.uint8,)),
+        "fc1_bias": ((experts, rows), HALVES),
+        "fc2_bias": ((experts, hidden), HALVES),
+        **dict.fromkeys(_OF_EXPERTS, ((experts,), (torch.float32,))),
+    }
+    optional = {field.name for field in dataclasses.fields(inputs) if "None" in str(field.type)}
+    for name, (shape, dtypes) in shapes.items():
+        if name not in optional or getattr(inputs, name) is not None:
+            _require(name, getattr(inputs, name), shape, dtypes, x)
+    block = moe.WEIGHTS[inputs.weights][1]
+    for name, scales, of_rows, k in (
+        ("fc1", inputs.fc1_scales, rows, hidden),
+        ("fc2", inputs.fc2_scales, hidden, 2 * half),
+    ):
+        _require(f"{name}_scales", scales, None, (*SCALES, torch.int32), x)
+        _require_rank(f"{name}_scales", scales, 3, (scales.dtype,))  # a flat tensor is the operator's too
+        _require_swizzled(f"{name}_scales", scales, of_rows, -(-k // block), (experts,))
     if (inputs.fc1_global is None) != (inputs.fc2_global is None):
         raise ValueError("fc1_global and fc2_global must be given both, or neither of them")
-    require_tensor_type("input", inputs.input)
-    if inputs.w4a16:
-        mode = Mode.W4A16
-    else:
-        mode = Mode.MXFP8_INPUT if inputs.input.dtype is torch.float8_e4m3fn else Mode.HALF_INPUT
-    given = inputs.arguments()
-    fields: dict[str, Any] = {name: given.get(name) for name in MoECall._fields if name not in MoECall._field_defaults}
-    fields |= {"moe_mode": int(mode), "activation_type": int(given["activation_type"]), "enable_alltoall": False}
-    fields |= {"tp_size": 1, "tp_rank": 0, "tune_max_num_tokens": 1}
-    call = MoECall(**fields)
-    validate(call, require_experts(call, inputs.input.device))  # which remembers nothing of them
+    _require_parameters(inputs)
+    if (x.dtype is torch.float8_e4m3fn) != (inputs.input_sf is not None):
+        raise ValueError(
+            f"input_sf is {describe(inputs.input_sf)}; it must be given if input is quantized, which is {x.dtype}"
+        )
+    if inputs.input_sf is not None and inputs.swizzled_input_sf:
+        _require("input_sf", inputs.input_sf, None, (*SCALES, torch.int32), x)
+        _require_swizzled("input_sf", inputs.input_sf, tokens, hidden // BLOCK_SIZE)
+    elif inputs.input_sf is not None:
+        _require("input_sf", inputs.input_sf, (tokens, hidden // BLOCK_SIZE), SCALES, x)
+
+
+def _require_parameters(inputs: MoEInputs) -> None:
+    """Raise where an activation's parameter is given that it does not have, and would not be read."""
+    for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
+        if getattr(inputs, name) is not None and (inputs.relu2 or (inputs.swiglu_step and name != "swiglu_limit")):
+            raise ValueError(f"{name} is given; it must be None with {inputs.activation_type.name}")
 
 
 # --- dense layers -------------------------------------------------------------------------------------------------
@@ -246,7 +285,7 @@ def make_dense_inputs(case: DenseCase, seed: int) -> None:
     require_choice("weights", case.weights, tuple(dense.WEIGHTS))
     require_choice("tokens", case.tokens, dense.TOKENS)
     if case.bias is not None:
-        require_output_dtype("bias", case.bias, HALVES)
+        require_output_dtype("bias", case.bias, (*HALVES, torch.float32))
     require_output_dtype("out_dtype", case.out_dtype, (*HALVES, torch.float32))
     for name in ("alpha", "residual"):
         require_int(name, getattr(case, name), 0, 1, "True or False")

@@ -158,7 +158,6 @@ for package; do [ ! -d "packages/$package" ] || {COPY} "packages/$package/." .; 
         self.torch("13.0", [("NVIDIA GB10", (12, 1))])
         self.vllm()
         (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
-        (self.tree / "flashinfer_sm12x" / "vllm").mkdir(parents=True)
         for part in sorted((REPO / "flashinfer_sm12x").iterdir()):
             if part.name not in ("vllm", "__pycache__"):
                 (self.tree / "flashinfer_sm12x" / part.name).symlink_to(part)
