@@ -26,7 +26,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from ..versions import KERNELS_PACKAGE
-from . import compiler, contacts, dense_folder, fallback, settings, table
+from . import api_checks, compiler, dense_folder, fallback, settings, table
 from .layer_object import LayerObject
 from .settings import Choice
 
@@ -155,7 +155,7 @@ def method_of(kind: str, choice: Choice, folder: str, prefix: str) -> DenseMetho
             if not folder:
                 raise
             raise fallback.Refusal(f"{folder} cannot be used for {prefix}: {type(error).__name__}: {error}") from error
-    fallback.log_once(contacts.MODULES["dense"][1], reason)
+    fallback.log_once(api_checks.MODULES["dense"][1], reason)
     table.note(kind, "vLLM's (cuBLAS)", "bf16", reason)
     return None
 
@@ -227,7 +227,7 @@ class DenseMethod(LinearMethodBase):
     ) -> None:
         """A weight without storage: vLLM's layerwise loading gives it some when its checkpoint tensors are there."""
         self.kernel: Any = None
-        with fallback.leaving(contacts.MODULES["dense"][1]):
+        with fallback.leaving(api_checks.MODULES["dense"][1]):
             self._create_weight(layer, input_size_per_partition, output_partition_sizes, params_dtype, attributes)
         if self.kernel is None:
             get_layerwise_info(layer).reset()
@@ -299,7 +299,7 @@ class DenseMethod(LinearMethodBase):
         if self._processed or self.quantized is not None:
             quantized = self._quantize(layer)
         else:
-            with fallback.leaving(contacts.MODULES["dense"][1]):
+            with fallback.leaving(api_checks.MODULES["dense"][1]):
                 quantized = self._quantize(layer)
         if quantized is None:
             self._leave(layer).process_weights_after_loading(layer)

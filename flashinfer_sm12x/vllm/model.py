@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
-from . import contacts, fallback, memory, reach, settings, table
+from . import api_checks, fallback, memory, reach, settings, table
 from .dense import ForkKernel
 from .layer_object import LayerObject
 from .moe import SM12xAutoExperts, SM12xMoEMethod, reason_against_a_step
@@ -38,7 +38,7 @@ logger = init_logger("vllm.flashinfer_sm12x")
 HEAD = 64
 GROUP = 8  # query heads of a KV head
 MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
-PART = contacts.MODULES["decode"][1]
+PART = api_checks.MODULES["decode"][1]
 BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
 

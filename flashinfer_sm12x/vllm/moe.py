@@ -35,7 +35,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import contacts, devices, fallback, replacements, settings, table
+from . import api_checks, devices, fallback, replacements, settings, table
 from .layer_object import LayerObject
 from .settings import Settings
 
@@ -551,7 +551,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def selected(moe: Any, activation_key: Any = None) -> Any:
-        with fallback.leaving(contacts.MODULES["experts"][1]):
+        with fallback.leaving(api_checks.MODULES["experts"][1]):
             note_built()
             reason = f"the checkpoint asks for activations of {activation_key}"
             if activation_key is None:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
-from . import contacts, fallback, moe, replacements, settings
+from . import api_checks, fallback, moe, replacements, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -92,7 +92,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     serves the layer."""
 
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
-        with fallback.leaving(contacts.MODULES["nvfp4"][1]):
+        with fallback.leaving(api_checks.MODULES["nvfp4"][1]):
             reason = reason_against(moe.with_adapters_that_matter(config), activation_key)
             if reason == moe.CHOSEN:
                 moe.note_built()  # the choice applies here

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from . import contacts
+from . import api_checks
 from .contacts import LAYERS, MODELS
 
 _MISSING: Any = object()
@@ -26,7 +26,7 @@ class Replacement(NamedTuple):
     """One entry of :data:`TABLE`.
 
     Attributes:
-        part: The part of :data:`.contacts.TABLE` that it belongs to.
+        part: The part of :data:`.api_checks.TABLE` that it belongs to.
         module: The module of vLLM's.
         path: The name in it, qualified by its holders; ``path[key]`` is an entry of a registry.
         by: This package's class or function that takes its place: ``module.name``.
@@ -184,5 +184,5 @@ def installing(part: str) -> Iterator[tuple[Replacement, ...]]:
     except BaseException as error:
         for each in reversed([*_before][made:]):
             each.take_back()
-        contacts.leave(part, f"{type(error).__name__}: {error}")
+        api_checks.leave(part, f"{type(error).__name__}: {error}")
         raise

@@ -167,7 +167,7 @@ for package; do [ ! -d "packages/$package" ] || {COPY} "packages/$package/." .; 
         for name in ("config", "moe", "nvfp4", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
         self.plugin_part(
-            "contacts",
+            "api_checks",
             "import collections, importlib\n"
             "MODULES = collections.defaultdict(lambda: ('', 'all of it is'))\n"
             "def why_not(part): return ''\n"

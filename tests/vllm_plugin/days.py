@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from slow_tests import covers, day_of
 
-MOVED = "test_vllm_contacts.py::test_a_gpt_oss_loads_and_answers_where_vllm_moved"
+MOVED = "test_vllm_api_checks.py::test_a_gpt_oss_loads_and_answers_where_vllm_moved"
 ELSEWHERE = "test_vllm_processes.py::test_elsewhere_vllms_choices_are_what_they_were"
 RANKS = "test_vllm_processes.py::test_two_ranks_agree_with_transformers"
 ALONE = "test_vllm_versions.py::test_vllm_is_as_without_the_fork"

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from flashinfer_sm12x.vllm import contacts
+from flashinfer_sm12x.vllm import api_checks
 
-PLUGIN = Path(contacts.__file__).parent
+PLUGIN = Path(api_checks.__file__).parent
 OURS = "-"
 """The type of all that is not vLLM's: torch's, the standard library's, this fork's."""
 
@@ -369,11 +369,11 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _is_module(path: str) -> bool:
-    """Whether an import from vLLM is a module: those are what the table has contacts of, or are named like one."""
+    """Whether an import from vLLM is a module: those are what the table has checks of, or are named like one."""
     return path.rpartition(".")[2].islower() and path in MODULES
 
 
-MODULES = {module for part in contacts.TABLE.values() for module in part}
+MODULES = {module for part in api_checks.TABLE.values() for module in part}
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:

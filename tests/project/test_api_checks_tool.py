@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/contacts.py`` on a toy of vLLM's and two of FlashInfer's whose every line is known."""
+"""``tools/api_checks.py`` on a toy of vLLM's and two of FlashInfer's whose every line is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from layer_toys import load_tool, write_tree
 
-tool = load_tool("contacts")
+tool = load_tool("api_checks")
 
 VLLM = {
     "vllm/__init__.py": "",
@@ -104,9 +104,9 @@ GONE = " is gone"
         ("vllm.envs", "OTHER", GONE),
     ],
 )
-def test_a_contact_is_asked_of_sources(sources, module: str, text: str, said: str) -> None:
+def test_an_api_is_checked_in_sources(sources, module: str, text: str, said: str) -> None:
     moved = tool.Moved(sources)
-    found = moved.probe(tool.contacts.parse(module, text))
+    found = moved.probe(tool.api_checks.parse(module, text))
     assert found.endswith(said)
     assert bool(found) == bool(said)
 
