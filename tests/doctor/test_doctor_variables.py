@@ -148,7 +148,7 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
         "FLASHINFER_LOGGING_LEVEL": variables.check_imported,
         "FLASHINFER_JIT_VERBOSE": lambda: modules.gen_router_module().build(),
         **{
-            f"FLASHINFER_EXTRA_{kind}FLAGS": lambda: modules.gen_router_module().content_key  # needs no compiler
+            f"FLASHINFER_EXTRA_{kind}FLAGS": lambda: modules.gen_router_module().build_hash  # needs no compiler
             for kind in ("C", "CUDA", "LD")
         },
     }
