@@ -86,12 +86,12 @@ def seen(launch: Any) -> Launch:
 
 
 def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
-    """The launches' counts, if no watcher reported on them.
+    """The launches' counts, if no checker reported on them.
 
     Raises
     ------
     RuntimeError
-        A watcher reported on one of them.
+        A checker reported on one of them.
     """
     if reports := [report for launch in launches for report in launch.reports]:
         raise RuntimeError(f"{what}: {reports[0]}")
@@ -153,7 +153,7 @@ def emulate_moe(
 
 
 def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactics) -> tuple[list[Fit], float, int]:
-    """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
+    """The launches of a layer, the largest deviation of the check, and how often a checker reported.
 
     A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer where
     there is one.
@@ -223,7 +223,7 @@ def moe_lines(
                 fitted[key], deviation, reports = fit_layer(device, layer, mode, tactics)
                 print(
                     f"emulated {names}: "
-                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
+                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} checkers' reports",
                     flush=True,
                 )
             yield predict(layer, mode, count, tactics, fitted[key], routing)

@@ -7,7 +7,7 @@ A test is slow
   that is not slow covers the same path;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices
   some change of ``tests/mutations.toml``. Some 170 of 1,900 are such; each kernel family has one or more with
-  every watcher on.
+  every checker on.
 """
 
 from __future__ import annotations

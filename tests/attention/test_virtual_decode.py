@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""Decode attention, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import *  # noqa: F403
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
@@ -26,9 +26,9 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 DISTINCT = 8  # counts what is touched: a bit for every sector
 SMS = 48
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 # Writes reach other blocks late, unless something orders them.
-weak_device = virtual_fixture(watch=ALL_WATCHERS, weak_memory=7)
+weak_device = virtual_fixture(watch=ALL_CHECKERS, weak_memory=7)
 
 
 def run(device: VirtualDevice, case: DecodeCase, **named: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_windows(device: VirtualDevice, window_left: int, q_len: int) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_elements_beyond_32_bits(fp8: bool) -> None:
     case = make_decode_case([70, 61, 45], 2, 33, q_len=2, window_left=40, page_size=1024, fp8=fp8)
-    with virtual_device("sm_121a", watch=ALL_WATCHERS & ~DISTINCT) as device:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS & ~DISTINCT) as device:
         check_decoded(far_away(case, decode_attention), case)
         assert all(launch.clean for launch in device.launches), device.launches
 

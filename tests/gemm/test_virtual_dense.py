@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on, held to the derived bound."""
+"""Dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on, held to the derived bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
+from virtual_devices import ALL_CHECKERS, RACES, virtual_fixture
 
 import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
@@ -35,7 +35,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 SMS = 48
 BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def tokens_for(row: Instance) -> str:
@@ -54,7 +54,7 @@ def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tenso
 
 
 def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None = None) -> torch.Tensor:
-    """Assert that the layer keeps its bound, that nothing was left unwritten and that no watcher reports."""
+    """Assert that the layer keeps its bound, that nothing was left unwritten and that no checker reports."""
     print("seed", seed, case, tactic)
     inputs = make_dense_inputs(case, seed)
     out = run(inputs, case, tactic)
@@ -223,7 +223,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
 )
 def test_a_layer_under_weak_memory(row: Instance) -> None:
     for seed in (1, 2):
-        with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
+        with virtual_device("sm_121a", watch=ALL_CHECKERS, weak_memory=seed) as device:
             check(device, DenseCase(9, 200, 416, row.weights, tokens_for(row), bias=torch.bfloat16), seed, row.name)
 
 
@@ -444,7 +444,7 @@ def test_a_layer_reads_what_the_one_before_it_writes(
 )
 @pytest.mark.parametrize("rounds", [60, 300])
 def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS - RACES, late_copies=rounds) as device:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS - RACES, late_copies=rounds) as device:
         check(device, DenseCase(5, 16 * SMS * (6 if rounds == 60 else 3), k, BY_NAME[name].weights), 1, name)
 
 

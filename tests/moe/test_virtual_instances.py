@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on.
+"""Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on.
 
 Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and intermediate
 sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that rings wrapped,
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
-from virtual_devices import ALL_WATCHERS, RACES, assert_clean
+from virtual_devices import ALL_CHECKERS, RACES, assert_clean
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import blocks_of_gemms, run_moe, sm_count
 
@@ -52,7 +52,7 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-# The race watcher keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
+# The race checker keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
 # some for each kind of kernel. With this variable all tests do, which is too slow for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
@@ -94,7 +94,7 @@ WHOLE_UNITS = pytest.mark.parametrize(
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[VirtualDevice]:
     races = request.node.get_closest_marker("races") is not None or os.environ.get(RACES_VARIABLE) == "1"
-    with virtual_device("sm_121a", watch=ALL_WATCHERS if races else ALL_WATCHERS - RACES) as made:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS if races else ALL_CHECKERS - RACES) as made:
         yield made
         assert_clean(made)
 
@@ -104,7 +104,7 @@ def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
 
 
 def check_moe(device: VirtualDevice, case: MoECase, seed: int, profile_ids: list[int] | None = None) -> MoEInputs:
-    """Assert that the layer keeps its bound and that no watcher reports; its experts have the format of the tactics."""
+    """Assert that the layer keeps its bound and that no checker reports; its experts have the format of the tactics."""
     print("seed", seed)
     if profile_ids:
         case = dataclasses.replace(case, weights=INSTANCES[profile_ids[0]].weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a layer's launches, blocks and warps, on the virtual SM121 with every watcher on.
+"""The order of a layer's launches, blocks and warps, on the virtual SM121 with every checker on.
 
 Layers stand one behind the other, because much of what a launch must wait for is what the launch before it still does.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 from virtual_moe import LayerCall, blocks_of_gemms, run_layers, run_moe, sm_count
 
 from flashinfer.sm12x.instances import INSTANCES
@@ -25,7 +25,7 @@ KINDS = {
 EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
 EACH_PAIR = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("pair")])
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 @EACH_KIND

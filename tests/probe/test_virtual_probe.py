@@ -20,13 +20,13 @@ from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
 from flashinfer_sm12x.doctor.probe import arrivals, launches, layer, mma, parts, timing
 from flashinfer_sm12x.doctor.probe.target import NoTargetError, Target, find_target
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
+ALL_CHECKERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 KINDS = pytest.mark.parametrize("name", mma.KINDS)
 
 
 @pytest.fixture
 def target() -> Any:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS):
+    with virtual_device("sm_121a", watch=ALL_CHECKERS):
         yield find_target()
 
 
@@ -226,11 +226,11 @@ def test_stages_are_handed_over(target: Target, copies: bool) -> None:
 
 @COPIES
 def test_arrivals_without_a_fence_are_what_gb10_does_not_order(copies: bool) -> None:
-    """The ISA orders them, and so does the emulator: nothing is wrong but by GB10's rule, which a watcher has."""
+    """The ISA orders them, and so does the emulator: nothing is wrong but by GB10's rule, which a checker has."""
     with virtual_device("sm_121a"):
         assert arrivals.hand_over(find_target(), False, copies, 8, 1)["wrong"] == 0
     with (
-        virtual_device("sm_121a", watch=ALL_WATCHERS),
+        virtual_device("sm_121a", watch=ALL_CHECKERS),
         pytest.raises(VirtualDeviceError, match="missing arrival fence"),
     ):
         arrivals.hand_over(find_target(), False, copies, 8, 1)

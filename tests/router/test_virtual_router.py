@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""The router, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.fused_moe import router_top_k, sm12x_router
 from flashinfer.jit.sm12x.modules import gen_router_module
@@ -21,7 +21,7 @@ from flashinfer.testing.router_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:

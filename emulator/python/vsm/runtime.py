@@ -99,9 +99,9 @@ class Runtime:
         Args:
             architecture: ``"sm_121a"`` or ``"sm_90a"``; a change resets the device.
             threads: Host threads, 0: one per core. Takes effect at the next :meth:`reset`.
-            watch: The watchers to run.
+            watch: The checkers to run.
             max_warp_instructions: The most warp instructions of a launch; 0: the device's default.
-            strict: A watcher's report fails its launch.
+            strict: A checker's report fails its launch.
             log: Explanations of refused calls and reports go to stderr too.
             accumulation_bits: Fraction bits that ``mma`` keeps of its sums, at most 30: of all kinds, or by name
                 (``vsm.ACCUMULATION_KINDS``). 0 means exact sums, as do kinds that are not named.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watcher of GB10's ordering rule: a fence before each arrival, and before each signal to other blocks."""
+"""The checker of GB10's ordering rule: a fence before each arrival, and before each signal to other blocks."""
 
 from __future__ import annotations
 
@@ -121,6 +121,6 @@ def test_not_an_arrival(run_kernel, name):
 
 @pytest.mark.parametrize("watch", [Watch.ALL, Watch.DEFAULT])
 def test_nobody_is_told_unasked(run_kernel, watch):
-    """Without the watcher there is no report, because the PTX ISA asks for no fence."""
+    """Without the checker there is no report, because the PTX ISA asks for no fence."""
     for name in ("a load", "a counter of blocks"):
         assert run(run_kernel, PAIRS[name][0], watch).clean

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for programs that compile upstream's sources from the installed wheel and run on the virtual GPU with every watcher on."""
+"""Fixtures for programs that compile upstream's sources from the installed wheel and run on the virtual GPU with every
+checker on."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def compile_upstream(compile_cuda: Callable[..., Path], wheel: Path) -> Callable
 
 
 @pytest.fixture
-def run_watched(shim: Path, tmp_path: Path) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
-    """Run a program with every watcher on: what it printed and its launches.
+def run_checked(shim: Path, tmp_path: Path) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
+    """Run a program with every checker on: what it printed and its launches.
 
     ``known`` gives the kinds that must be reported and, for each, how the instructions at fault begin: others, or none
     of a kind, fail.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each watcher catches one planted fault and names it; the same kernel without the fault is silent."""
+"""Each checker catches one planted fault and names it; the same kernel without the fault is silent."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ L: ld.acquire.gpu.global.u32 %r, [%w]; setp.lt.u32 %p, %r, %n; @%p bra L; ret; }
 
 
 def test_a_counter_left_from_an_earlier_call(device):
-    """The second call passes its barrier at once. Nothing tells that from a counter that somebody has set, until the host
-    says that the workspace is handed over anew."""
+    """The second call passes its barrier at once. Nothing tells that from a counter that somebody has set, until the
+    host says that the workspace is handed over anew."""
     from vsm.device import pack
 
     kernel = device.load(HEADER + COUNT, "count").kernel("k")
