@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m flashinfer``.
 
-Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``, ``sm12x-plan``,
-``sm12x-quantize``, and the modules of this fork in all commands that list modules. Commands that compile nothing work without a compiler;
-the others say in a line what is missing.
+Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``,
+``sm12x-plan``, ``sm12x-quantize``, and the modules of this fork in all commands that list modules. Commands that
+compile nothing work without a compiler; the others say in a line what is missing.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def get_cuda_version() -> Any:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Errors of a build or of the file system end the command with what they say, exit status 1; Ctrl-C, SIGTERM and SIGHUP
-    with what is left, exit status 128 and the signal's number."""
+    """Errors of a build or of the file system end the command with what they say, exit status 1; Ctrl-C, SIGTERM and
+    SIGHUP with what is left, exit status 128 and the signal's number."""
     with ended_by_signals() as ending:
         try:
             yield
@@ -256,7 +256,8 @@ def sm12x_quantize_cmd(
 @_group.command("sm12x-doctor", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
-    """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
+    """Find what keeps the SM12x kernels from running, and what fixes it; exit status 0 if nothing failed or is
+    unknown"""
     import flashinfer_sm12x.doctor
 
     raise SystemExit(flashinfer_sm12x.doctor.main(arguments))

@@ -55,7 +55,7 @@ def needed() -> str:
     return f"{UPSTREAM_DISTRIBUTION}=={UPSTREAM_VERSION}"
 
 
-def remedy(options: str = "") -> str:
+def fix(options: str = "") -> str:
     """The command that installs it."""
     return f'"{sys.executable}" -m pip install {options}"{needed()}"'
 

@@ -35,7 +35,7 @@ LONG = (
     "tests/project/test_typing.py",
     "tests/install/test_install.py::test_installing_again_replaces",
     "tests/jit/test_jit_trust.py::test_prebuilt_cache_that_can_only_be_read_is_used",
-    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
+    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_fixes_it",
     "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
     "tests/jit/test_jit_spec.py::test_cache_paths_that_nvcc_would_have_a_shell_read",
     "tests/jit/test_prebuilt.py::test_the_same_sources_make_the_same_bytes",

@@ -316,7 +316,7 @@ def installed() -> Path:
     """
     wheel = versions.tested_wheel()
     if wheel is None:
-        raise SystemExit(f"no tested flashinfer-python is installed: {versions.remedy()}, or pass --flashinfer-from")
+        raise SystemExit(f"no tested flashinfer-python is installed: {versions.fix()}, or pass --flashinfer-from")
     return Path(wheel.package).parent
 
 

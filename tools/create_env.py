@@ -9,7 +9,7 @@
 
 ``TORCH`` names the torch to install (default ``torch==2.13.0``, any build of it); pip's own variables
 (``PIP_INDEX_URL``, ``PIP_EXTRA_INDEX_URL``, ``PIP_CACHE_DIR``) say where it comes from. One line is seen of pip; if it
-fails, its messages and, last, the remedy.
+fails, its messages and, last, the fix.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for line in sys.argv[1:]:
 
 
 # A message of pip or of a compiler -> what to do.
-REMEDIES = {
+FIXES = {
     r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install python3-venv",
     r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; make room, "
     "or VENV=/another/disk/venv TMPDIR=/another/disk/tmp make ...",
@@ -177,10 +177,10 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fail(message: str, said: str = "", program: str = "create_env.py") -> int:
-    """One line: with the remedy if what pip or another program said is known, else behind all that it said."""
-    for pattern, remedy in REMEDIES.items():
+    """One line: with the fix if what pip or another program said is known, else behind all that it said."""
+    for pattern, fix in FIXES.items():
         if match := re.search(pattern, said):
-            message, said = f"{message} ({match[0]}): {remedy}", ""
+            message, said = f"{message} ({match[0]}): {fix}", ""
             break
     print(f"{said}{program}: {message}", file=sys.stderr)
     return 1

@@ -97,7 +97,7 @@ SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
 """Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows gathered
 by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
 MENDED_US = 15.0, 12.0
-"""What the layer saves, fast and slow, once those loops are mended."""
+"""What the layer saves, fast and slow, once those loops are fixed."""
 PEERS = {
     "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8), (SUPPORT_US, SUPPORT_US)),
     "CUTLASS 0.2": Peer(

@@ -21,7 +21,7 @@ class JitBuildError(RuntimeError):
     Attributes:
         module: The module's name.
         log_path: The file with the compiler's full output, or None when there is none.
-        hint: The remedy, or None when the cause is not a known one.
+        hint: The fix, or None when the cause is not a known one.
     """
 
     def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
@@ -105,7 +105,7 @@ def was_killed(returncode: int, output: str) -> bool:
 
 
 def hint_for(returncode: int, output: str) -> str | None:
-    """The remedy for a failed compilation whose cause is a known one, else None."""
+    """The fix for a failed compilation whose cause is a known one, else None."""
     missing = re.search(
         r"fatal error: (\S+): No such file or directory|could not open source file \"([^\"]+)\"", output
     )

@@ -236,7 +236,7 @@ def discover(
         if reason := _why_unusable(toolkit, needed):
             raise ToolchainError(
                 f"{variable}={environ[variable]}: {reason}. Point it at another toolkit, or unset it to use nvcc on PATH "
-                f"or the one that this installs: {_remedy([toolkit], needed)}"
+                f"or the one that this installs: {_fix([toolkit], needed)}"
             )
         return toolkit
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
@@ -256,7 +256,7 @@ def discover(
             f"no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, {default_root} has none, "
             f"and no wheel brings one. Install one with: {PIP_COMMAND}"
         )
-    command = _remedy(passed_over.values(), needed)
+    command = _fix(passed_over.values(), needed)
     raise ToolchainError(f"no CUDA compiler can be used: {'; '.join(passed_over)}. Install one that can: {command}")
 
 
@@ -338,7 +338,7 @@ def _release_of(header: Path) -> Version | None:
     return Version(f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}") if match else None
 
 
-def _remedy(toolkits: Iterable[Toolkit], needed: Version) -> str:
+def _fix(toolkits: Iterable[Toolkit], needed: Version) -> str:
     """The command that installs what can be used where these cannot: the compiler for the headers that a torch brought."""
     for toolkit in toolkits:
         headers = _release_of(toolkit.runtime_header)

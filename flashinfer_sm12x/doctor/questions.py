@@ -110,7 +110,7 @@ def ask_import() -> None:
 
 
 PROGRAMS = ("apt-get", "dmesg", "grep", "head", "mkdir", "nvidia-smi", "ps", "rm", "sudo")
-"""The programs that remedies run, except for pip and uv, which :func:`ask_installer` looks for."""
+"""The programs that fixes run, except for pip and uv, which :func:`ask_installer` looks for."""
 
 REPLACED = (
     "vllm",
@@ -126,7 +126,7 @@ REPLACED = (
     "flashinfer-sm12x",
     "ninja",
 )
-"""The packages that remedies install, and those of vLLM's requirements that people build themselves."""
+"""The packages that fixes install, and those of vLLM's requirements that people build themselves."""
 
 PUBLISHED_LABEL = r"cpu|cu\d+|xpu|rocm[\d.]+"
 """Local version labels of wheels that PyTorch and vLLM publish."""
@@ -173,7 +173,7 @@ def own_build(name: str) -> dict[str, str] | None:
 
 
 def ask_system() -> None:
-    """The system that the driver belongs to, and the programs that remedies run."""
+    """The system that the driver belongs to, and the programs that fixes run."""
     tell(guest=guest(), programs=[name for name in PROGRAMS if shutil.which(name) is not None])
 
 

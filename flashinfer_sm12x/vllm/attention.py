@@ -26,7 +26,7 @@ def _vllm_flashinfer() -> Any:
 
 
 def why_not_compiled() -> str:
-    """The reason why XQA cannot be compiled here, and a remedy; empty if it can. vLLM and FlashInfer each look for a
+    """The reason why XQA cannot be compiled here, and a fix; empty if it can. vLLM and FlashInfer each look for a
     compiler in places of their own."""
     if reason := compiler.why_none():
         return reason

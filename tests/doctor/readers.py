@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the doctor's remedies: a shell, pip's own parser of arguments, this project's parsers."""
+"""Readers of the doctor's fixes: a shell, pip's own parser of arguments, this project's parsers."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_gb10_that_does_as_predicted() -> None:
 
 
 PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
-    # name -> part, what it tells otherwise, check, state, part of what is found, part of the remedy
+    # name -> part, what it tells otherwise, check, state, part of what is found, part of the fix
     "slow memory": ("dram", {"gigabytes_per_second": 180.0}, "probe-dram", "warn", "180 GB/s", "close what else uses"),
     "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk", "close what else uses"),
     "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
@@ -102,13 +102,13 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_figure_gets_its_line(name: str) -> None:
-    part, facts, check, state, found, remedy = PLANTED[name]
+    part, facts, check, state, found, fix = PLANTED[name]
     measured = healthy()
     measured[part] |= facts
     lines = findings(measured)
     assert lines[check].state == state
     assert found in lines[check].found
-    assert remedy in f"{lines[check].command} | {lines[check].why}"
+    assert fix in f"{lines[check].command} | {lines[check].why}"
     assert bool(lines[check].command or lines[check].why) == (state != "ok")
     assert {line.state for other, line in lines.items() if other != check} == {"ok"}
 

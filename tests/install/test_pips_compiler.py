@@ -149,7 +149,7 @@ def test_a_whole_toolkit_compiles_both_kinds_of_module(vllms: Environment, whole
             assert where["upstreams"] == str(whole), place
 
 
-def test_without_one_a_line_says_which_two_disagree_and_its_command_mends_it(vllms: Environment) -> None:
+def test_without_one_a_line_says_which_two_disagree_and_its_command_fixes_it(vllms: Environment) -> None:
     build = "import runpy, sys; sys.argv[1:] = ['sm12x-build', '--vllm', 'bf16']; runpy.run_module('flashinfer', run_name='__main__')"
     done = vllms.run(NO_DEFAULT + build, status=1)
     root = vllms.site / "nvidia" / "cu13"

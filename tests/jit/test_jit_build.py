@@ -556,7 +556,7 @@ SPILLS = "// fake: say ptxas warning : Local memory used for function '_Z1kPi', 
 
 
 def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
-    """One line with the compiler, the objects and the remedy; also after a build that compiled others, or nothing."""
+    """One line with the compiler, the objects and the fix; also after a build that compiled others, or nothing."""
 
     def told() -> list[str]:
         lines = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]

@@ -158,7 +158,7 @@ def test_ninja_that_does_not_work_is_an_error_with_what_it_said(
         project.build()
 
 
-def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert Path(toolchain.find_ninja()).is_file()
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")

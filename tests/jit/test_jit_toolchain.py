@@ -389,7 +389,7 @@ def test_link_without_lib64_and_without_driver(bare_toolkit: toolchain.Toolkit, 
     assert "[libcudart.so.13]" in needed
 
 
-def test_shim_is_made_once_and_mended(bare_toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
+def test_shim_is_made_once_and_fixed(bare_toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
     first = link_shim(bare_toolkit, tmp_path / "cache")
     stub = first / "libcuda.so"
     inode = stub.stat().st_ino

@@ -89,7 +89,7 @@ def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
         ("/usr/bin/python3: No module named pip\n", "apt-get install python3-venv"),
     ],
 )
-def test_what_pip_said_becomes_a_line_with_the_remedy(said: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pip_said_becomes_a_line_with_the_fix(said: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     tool = load_tool("create_env")
     assert tool.fail("pip could not install", said) == 1
     assert re.fullmatch(rf"create_env\.py: pip could not install \(.*\): .*{line}.*\n", capsys.readouterr().err)

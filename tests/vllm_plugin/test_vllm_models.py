@@ -437,7 +437,8 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(
 
 
 def test_the_last_of_an_option_counts(checkpoint_folder):
-    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an option."""
+    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an
+    option."""
     words = ("--gpu-memory-utilization", "0.7", "--max-num-seqs", "32", "--device-memory-utilization", "0.5")
     config = served.engine_config(str(checkpoint_folder), *words, "--max_num_seqs=16")
     assert config.cache_config.gpu_memory_utilization == 0.5
@@ -498,8 +499,8 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
 
     start()
     monkeypatch.setenv("CUDA_HOME", "/none")
-    remedy = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install.*{"qkv": "bf16", "lm_head": "bf16"}"""
-    with pytest.raises(ValueError, match=remedy):
+    fix = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install.*{"qkv": "bf16", "lm_head": "bf16"}"""
+    with pytest.raises(ValueError, match=fix):
         start()
     with pytest.raises(ValueError, match="flashinfer-sm12x: lm_head are to be quantized"):
         start("--quantization-config", '{"linear": "mxfp8"}')
@@ -509,7 +510,7 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
     folder = tmp_path / prebuilt.PACKAGE
     folder.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=remedy):
+    with pytest.raises(ValueError, match=fix):
         start()  # nothing is in it
     (folder / "manifest.json").touch()
     start()

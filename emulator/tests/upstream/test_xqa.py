@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's XQA decode kernel, from the wheel: silent under the checker of GB10's ordering rule, whose remedy it
+"""Upstream's XQA decode kernel, from the wheel: silent under the checker of GB10's ordering rule, whose fix it
 carries for sm_121a."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that mend something in the environment in which they are pasted, or advice if no command would do.
+"""Commands that fix something in the environment in which they are pasted, or advice if no command would do.
 
 Each function returns ``(command, why)``: a shell command and its reason, or an empty text and advice.
 """
@@ -91,7 +91,7 @@ def replaced(a: Answers, words: str) -> list[str]:
 
 
 SHELL = ("cd", "export", "unset")
-"""The shell's own commands that remedies run."""
+"""The shell's own commands that fixes run."""
 
 WHERE = {
     "nvidia-smi": {
@@ -122,7 +122,7 @@ def programs_of(command: str) -> list[str]:
 
 
 def pasteable(a: Answers, command: str, why: str) -> tuple[str, str]:
-    """The same remedy if all that its command runs is there; else words."""
+    """The same fix if all that its command runs is there; else words."""
     if not fork_is_first(a):
         command = command.replace(f"{CLI} sm12x-doctor", f"{PYTHON} {shlex.quote(str(FOLDER))}")
     lacking = [name for name in programs_of(command) if name not in SHELL and "/" not in name and not has(a, name)]
