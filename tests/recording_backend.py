@@ -57,7 +57,7 @@ def recording_tuner(
         monkeypatch.setattr(AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: time(*given, **named))
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tune, "_remembered", {})
+    monkeypatch.setattr(tune, "_cached", {})
     AutoTuner.get().clear_cache()
     yield AutoTuner.get()
     AutoTuner.get().clear_cache()

@@ -10,7 +10,7 @@ import torch
 from ..api_logging import flashinfer_api
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.checks import (
-    KnownCalls,
+    CallCache,
     Unchanged,
     bounds_of,
     is_traced,
@@ -112,7 +112,7 @@ class DenseLayer:
         require_served("DenseLayer", weight.device)
         k = require_weight(self._call(weight), weight.device, _AS_HERE)
         bounds = bounds_of([span(each) for each in self._operands if each is not None])
-        unchanged, calls = Unchanged(*self._operands), KnownCalls(weight.device, bounds, written=1)  # the output
+        unchanged, calls = Unchanged(*self._operands), CallCache(weight.device, bounds, written=1)  # the output
         # Last of all that the weight is known: what ends this before, or another thread meanwhile, checks again.
         self._k, self._device, self._calls, self._weights = k, weight.device, calls, unchanged
 

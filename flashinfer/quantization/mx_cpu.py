@@ -408,7 +408,7 @@ def _four_element_table(device: torch.device) -> torch.Tensor:
     return values.to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 
 
-_kept_table = functools.cache(_four_element_table)
+_cached_table = functools.cache(_four_element_table)
 
 
 def dequantize_mxfp4_linear(
@@ -424,7 +424,7 @@ def dequantize_mxfp4_linear(
         flat = flat.clone()
     pairs = flat.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     # A table that a mode of torch made, as FakeTensorMode does, is that mode's.
-    table = (_four_element_table if is_traced(()) else _kept_table)(pairs.device)
+    table = (_four_element_table if is_traced(()) else _cached_table)(pairs.device)
     values = table.index_select(0, pairs).view(torch.bfloat16)
     blocks = values.view(rows, 2 * width // BLOCK_SIZE, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):

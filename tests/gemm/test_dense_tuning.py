@@ -140,7 +140,7 @@ def test_cublas_is_taken_of_bfloat16_tokens_alone(stand: Stand, form: str, tmp_p
         assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
     assert sm12x_dense_tuning.OPERATOR in Path(cache).read_text()
     AutoTuner.get().clear_cache()
-    tune._remembered.clear()
+    tune._cached.clear()
     with autotune(False, cache=cache):
         assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
 

@@ -71,7 +71,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         sm12x_launch.default_tactics.cache_clear()
-        tune._remembered.clear()
+        tune._cached.clear()
         AutoTuner.get().clear_cache()
 
     return forget

@@ -29,7 +29,7 @@ from flashinfer import sm12x_decode_layer
 from flashinfer.decode import DecodeAttentionLayer
 from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_operator, sm12x_validation
 from flashinfer.gemm import DenseLayer, sm12x_dense_layer
-from flashinfer.sm12x.checks import KnownCalls, Unchanged, bounds_of, span
+from flashinfer.sm12x.checks import CallCache, Unchanged, bounds_of, span
 
 
 def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
-        sm12x_validation._remembered.clear()
+        sm12x_validation._cached.clear()
         return function(*arguments, **named)
 
     return run
@@ -285,7 +285,7 @@ def test_a_function_checks_experts_once_and_when_something_changed(name: str, mo
     original = sm12x_validation._check_parameters
     monkeypatch.setattr(sm12x_validation, "_check_parameters", lambda *given: checked.append(given) or original(*given))
     arguments = OPERATORS[name][1]()
-    sm12x_validation._remembered.clear()
+    sm12x_validation._cached.clear()
     for _ in range(3):
         cutlass_fused_moe(**arguments)
     assert len(checked) == 1
@@ -329,12 +329,12 @@ def test_a_function_keeps_no_experts_alive() -> None:
 
 
 def test_a_function_remembers_a_bounded_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_validation, "_MOST_REMEMBERED", 3)
-    sm12x_validation._remembered.clear()
+    monkeypatch.setattr(sm12x_validation, "_MOST_CACHED", 3)
+    sm12x_validation._cached.clear()
     layers = [OPERATORS["MoE 2"][1]() for _ in range(5)]
     for arguments in layers:
         cutlass_fused_moe(**arguments)
-        assert len(sm12x_validation._remembered) <= 3
+        assert len(sm12x_validation._cached) <= 3
 
 
 def test_tokens_of_a_reused_layer_may_not_lie_in_its_cache() -> None:
@@ -519,7 +519,7 @@ def test_a_list_that_a_layer_was_made_of_stays_the_callers() -> None:
             held[:] = given
 
 
-def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
+def test_only_the_same_tensors_in_the_same_places_are_cached() -> None:
     first, second = torch.ones(4), torch.ones(4)
     unchanged = Unchanged(None, first)
     for others in ((None, second), (None, first.view(4)), (first, None), (first, first), (None,), (None, first, None)):
@@ -527,11 +527,11 @@ def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
     assert unchanged.holds(None, first)
 
 
-def test_each_fact_of_a_known_call_is_asked() -> None:
+def test_each_fact_of_a_cached_call_is_checked() -> None:
     """One change at a time of a call that is known, with everything else as it was."""
     cpu, own = torch.device("cpu"), torch.zeros(64)
     written, read = torch.zeros(4, 8), torch.zeros(4, 8)
-    calls = KnownCalls(cpu, bounds_of([span(own)]), written=1)
+    calls = CallCache(cpu, bounds_of([span(own)]), written=1)
     assert calls.find((written, read, None), 1) is None
     calls.add("known", (written, read, None), 1)
     resized = torch.zeros(4, 8)
@@ -569,16 +569,16 @@ def test_each_fact_of_a_known_call_is_asked() -> None:
     for option in ([1], torch.tensor(1)):
         calls.add("known", (written, read, None), option)
         assert calls.find((written, read, None), option) is None
-    elsewhere = KnownCalls(torch.device("meta"), (), written=1)
+    elsewhere = CallCache(torch.device("meta"), (), written=1)
     elsewhere.add("known", (written, read, None), 1)
     assert elsewhere.find((written, read, None), 1) is None
     for right in ((torch.ones(4, 8), torch.ones(4, 8), None), (written, own[16:48].view(4, 8), None)):
         assert calls.find(right, 1) == "known"
 
 
-def test_many_kinds_of_calls_are_known_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KnownCalls, "MOST", 3)
-    calls = KnownCalls(torch.device("cpu"), (), written=0)
+def test_many_kinds_of_calls_are_cached_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallCache, "MOST", 3)
+    calls = CallCache(torch.device("cpu"), (), written=0)
     for rows in range(1, 6):
         calls.add(rows, (torch.zeros(rows),))
         assert calls.find((torch.ones(rows),)) == rows
