@@ -90,17 +90,17 @@ def report(subject: models.Subject, windows: list[list[int]], text: str, found: 
     weights = [each for each in found if not each.choice.modes or each.published]
     modes = [each for each in found if each.choice.modes and not each.published]
     tokens = sum(len(window) - 1 for window in windows)
-    told = [
+    output = [
         f"{subject.name}: {tokens:,} predicted tokens in {len(windows)} windows of {text}; in brackets 95 % intervals."
     ]
     if subject.note:
-        told.append(f"The reference: {subject.note}.")
+        output.append(f"The reference: {subject.note}.")
     if weights:
-        told.append(results.table(weights, subject.name, results.frontier(weights)))
-        told.append("Bold: the frontier. Nothing that is predicted faster loses less.")
+        output.append(results.table(weights, subject.name, results.frontier(weights)))
+        output.append("Bold: the frontier. Nothing that is predicted faster loses less.")
     if modes:
-        told.append(results.table(modes, subject.name))
-    return "\n\n".join(told)
+        output.append(results.table(modes, subject.name))
+    return "\n\n".join(output)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,11 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
         scores = measure.scores(subject, windows, wanted)
     found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
     modes = "" if arguments.choices else f"\n\n{EXPERTS}\n\n{experts.table()}"
-    told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
+    output = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}.md"
-    replace_bytes(path, (told + "\n").encode())
-    print(f"\n{told}\n\nwrote {path}")
+    replace_bytes(path, (output + "\n").encode())
+    print(f"\n{output}\n\nwrote {path}")
     picture = path.with_suffix(".svg")
     weights = [each for each in found if not each.choice.modes or each.published]
     try:

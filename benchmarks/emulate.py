@@ -172,8 +172,8 @@ def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactic
         fits.append(fit_launch(launches[:3], works[:3], tile, by_tokens))
         if tile:
             expected, found = fits[-1].at(works[3]), launches[3].counts
-            for saw, told in ((found.instructions, expected.instructions), (found.bytes, expected.bytes)):
-                deviation = max(deviation, abs(told - saw) / saw)
+            for saw, predicted in ((found.instructions, expected.instructions), (found.bytes, expected.bytes)):
+                deviation = max(deviation, abs(predicted - saw) / saw)
     return fits, deviation, sum(len(launch.reports) for _, launches in emulated for launch in launches)
 
 
@@ -381,7 +381,7 @@ def unless_impossible(predicts: Callable[P, None]) -> Callable[P, int]:
 def say(table: str, floor: str, layers: str) -> None:
     """Print a prediction with what was assumed."""
     print(f"\nGB10 (SM121): prediction, not a measurement\n\n{table}\n\nfloor: {floor} at 233 GB/s. Assumed:")
-    print("\n".join(f"- {line}" for line in gb10.told(layers)))
+    print("\n".join(f"- {line}" for line in gb10.assumptions(layers)))
 
 
 @unless_impossible

@@ -201,8 +201,8 @@ def fit_peer(device: VirtualDevice, gemm: GroupedGemm, tile: int, n: int, k: int
     launches = [counted(rows) for rows in batches]
     works = [Work(sum(rows), len(rows), sum(-(-count // tile) for count in rows), sum(rows)) for rows in batches]
     fit = fit_launch(launches[:3], works[:3], tile, by_tokens=False)
-    told, found = fit.at(works[3]), launches[3].counts
-    pairs = [(getattr(told, name), getattr(found, name)) for name in ("instructions", "mma_flops", "bytes")]
+    from_fit, found = fit.at(works[3]), launches[3].counts
+    pairs = [(getattr(from_fit, name), getattr(found, name)) for name in ("instructions", "mma_flops", "bytes")]
     return fit, max(abs(a - b) / b for a, b in pairs)
 
 

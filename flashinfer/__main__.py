@@ -184,12 +184,12 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
         own = [*_sm12x_specs(everything), *operators]
         if len(own) + len(specs) > 1:
             parts = [(own, "this fork's"), (specs, "upstream's")]
-            told = [
+            summary = [
                 f"{len(part)} of {whose}, {counted(sum(len(spec.sources) for spec in part), 'source')}"
                 for part, whose in parts
                 if part
             ]
-            click.echo(f"{counted(len(own) + len(specs), 'module')}: {'; '.join(told)}")
+            click.echo(f"{counted(len(own) + len(specs), 'module')}: {'; '.join(summary)}")
         for spec in own:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")

@@ -111,8 +111,8 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
     """
     spec: Any = upstream_spec()
     logger: Any = logging.getLogger("flashinfer_sm12x")
-    if not reason.startswith(SWITCH) and not hasattr(logger, "said"):
-        logger.said = True  # this module is forgotten below
+    if not reason.startswith(SWITCH) and not hasattr(logger, "warned"):
+        logger.warned = True  # this module is forgotten below
         # Not warnings.warn: a user's filter may make it an error, and upstream's package must still be imported.
         logger.warning(
             "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's kernels: "

@@ -193,10 +193,10 @@ class Moved:
     def report(self) -> list[str]:
         """A line for each check that fails, with the part that goes without it."""
         return [
-            f"{part}: {said}"
+            f"{part}: {message}"
             for part in api_checks.TABLE
             for check in api_checks.checks_of(part)
-            if (said := self.probe(check))
+            if (message := self.probe(check))
         ]
 
 

@@ -176,13 +176,13 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
 
 
-def fail(message: str, said: str = "", program: str = "create_env.py") -> int:
+def fail(message: str, output: str = "", program: str = "create_env.py") -> int:
     """One line: with the fix if what pip or another program said is known, else behind all that it said."""
     for pattern, fix in FIXES.items():
-        if match := re.search(pattern, said):
-            message, said = f"{message} ({match[0]}): {fix}", ""
+        if match := re.search(pattern, output):
+            message, output = f"{message} ({match[0]}): {fix}", ""
             break
-    print(f"{said}{program}: {message}", file=sys.stderr)
+    print(f"{output}{program}: {message}", file=sys.stderr)
     return 1
 
 

@@ -56,5 +56,5 @@ def table(seed: int = 0) -> str:
                 *("-" if time is None else "{:,.0f} - {:,.0f}".format(*time) for time in times),
             ]
         )
-    told = [f"{what}, {mode}" for what in ("error", "GB10, us") for mode in MODES.values()]
-    return github(rows, ["tokens", "auto takes", *told])
+    columns = [f"{what}, {mode}" for what in ("error", "GB10, us") for mode in MODES.values()]
+    return github(rows, ["tokens", "auto takes", *columns])

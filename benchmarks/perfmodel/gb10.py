@@ -75,7 +75,7 @@ SECOND_LAUNCH_US = 3.0
 """Microseconds that a second launch adds to a dense layer."""
 
 
-def told(layers: str) -> list[str]:
+def assumptions(layers: str) -> list[str]:
     """The assumptions, one line each; the last one is of ``layers``, "MoE" or "dense"."""
     fast, slow = (f"{end:g}" for end in FIXED_US[layers])
     fixed = {

@@ -662,12 +662,12 @@ def from_report(path: Path) -> Given:
     return report.given()
 
 
-def told() -> list[str]:
+def assumptions() -> list[str]:
     """The assumptions, a line each."""
     kinds = ("small", "gemm", "router", "attention", "decode_attention")
     fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
     return [
-        *gb10.told("MoE"),
+        *gb10.assumptions("MoE"),
         f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: 1.67 on a GB10, 2.9 on "
         f"an H200, a graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; attention: XQA takes "
         f"10 to 11 on an H200); cuBLAS reads QKV and O in bf16 at {CUBLAS_GB_PER_SECOND:g} GB/s to DRAM's rate",

@@ -172,14 +172,14 @@ WARN_OF_LOCAL_MEMORY = "-Xptxas=--warn-on-local-memory-usage"
 """The compiler's flag with which :func:`local_memory` finds something."""
 
 
-def local_memory(said: str) -> int:
+def local_memory(output: str) -> int:
     """Bytes of each thread's local memory, of the kernel that takes most: what does not fit its registers. 0: of none.
 
     Args:
         said: The output of a compiler that was given :data:`WARN_OF_LOCAL_MEMORY`.
     """
     return max(
-        map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", said)), default=0
+        map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", output)), default=0
     )
 
 

@@ -117,14 +117,14 @@ class Progress:
     ninjas may tell theirs."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._said, self._lock = what, time.monotonic(), threading.Lock()
+        self._what, self._logged_at, self._lock = what, time.monotonic(), threading.Lock()
 
     def tell(self, done: int, total: int, name: str) -> None:
         """``name`` is made, as the ``done``-th of ``total``."""
         with self._lock:
             now = time.monotonic()
-            news = now - self._said >= _SECONDS_BETWEEN_LINES
-            self._said = now if news else self._said
+            news = now - self._logged_at >= _SECONDS_BETWEEN_LINES
+            self._logged_at = now if news else self._logged_at
             _logger.log(logging.INFO if news else logging.DEBUG, "%s [%d/%d] %s", self._what, done, total, name)
 
 
@@ -569,8 +569,8 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
             _point(plan, library)
             _tell_of_spills(plan, hashes)
     except KeyboardInterrupt:
-        said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
-        raise KeyboardInterrupt(said) from None
+        message = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
+        raise KeyboardInterrupt(message) from None
     return BuildReport(library, [*compiled], linked, _compilers_cpu() - cpu, time.monotonic() - started)
 
 
@@ -697,10 +697,10 @@ class _Attempt:
             )
             if status == 0:
                 return
-            name, status, said = _failure(status, output)
-            if jobs == 1 or not was_killed(status, said):
-                what = f"{name}: {first_error_line(said) or f'exit status {status}'}"
-                raise JitBuildError(plan.name, what, plan.log, hint_for(status, said))
+            name, status, message = _failure(status, output)
+            if jobs == 1 or not was_killed(status, message):
+                what = f"{name}: {first_error_line(message) or f'exit status {status}'}"
+                raise JitBuildError(plan.name, what, plan.log, hint_for(status, message))
 
     def _keep(self, path: str) -> None:
         """Move what a step made to its place, if it is an object, and of the files that its hash says."""
@@ -728,9 +728,9 @@ def _spilling(folder: Path) -> dict[str, int]:
     except OSError:
         log = ""
     # A compiler's output follows the line of its command.
-    _, *said = re.split(_DONE, log, flags=re.MULTILINE)
-    made = [f"{where}{name}".removeprefix("tmp/") for where, name in zip(said[2::5], said[3::5], strict=True)]
-    noted.update(zip(made, map(local_memory, said[4::5]), strict=True))
+    _, *message = re.split(_DONE, log, flags=re.MULTILINE)
+    made = [f"{where}{name}".removeprefix("tmp/") for where, name in zip(message[2::5], message[3::5], strict=True)]
+    noted.update(zip(made, map(local_memory, message[4::5]), strict=True))
     return {path: size for path, size in noted.items() if size}
 
 
@@ -830,7 +830,7 @@ def _failure(status: int, output: str) -> tuple[str, int, str]:
     )
     if block is None:
         return "ninja", status, output
-    code, name, said = block.groups()
-    if code or said:
-        return name, int(code) if code else 1, said
+    code, name, message = block.groups()
+    if code or message:
+        return name, int(code) if code else 1, message
     return name, 128 + signal.SIGKILL, WITHOUT_A_WORD  # as if it was killed, which is tried again alone

@@ -231,12 +231,12 @@ def check_torch(a: Answers) -> Outcome:
             return "fail", text, "unset CUDA_VISIBLE_DEVICES", SERVER
         return "fail", text, "", "the driver may be older than that CUDA"
     if there and (gpus := a.get("torch", "gpus")):
-        says, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
+        reported, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
         served = sorted(gpu for gpu in driven if gpu.startswith("12."))
         listed = re.findall(r"\b\d+\.\d+[af]?", a.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
         named = all(any(_runs_on(entry, gpu) for entry in listed) for gpu in served)
-        if not says <= driven and not (served and named):
-            text = f"torch says compute capability {_list(says)}, the driver {_list(driven)}: kernels are compiled for torch's"
+        if not reported <= driven and not (served and named):
+            text = f"torch says compute capability {_list(reported)}, the driver {_list(driven)}: kernels are compiled for torch's"
             command = f'export FLASHINFER_CUDA_ARCH_LIST="{" ".join(f"{gpu}a" for gpu in served)}"' if served else ""
             return "warn", text, command, f"the driver knows better; a torch for its CUDA says the same; {SERVER}"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")

@@ -75,7 +75,7 @@ def replaced(a: Answers, words: str) -> list[str]:
     """The builds of the user's that pip would replace, each with its version and kind."""
     builds: Mapping[str, Mapping[str, str]] = a.get("installer", "builds") or {}
     verb, *arguments = shlex.split(words)
-    told = {}
+    reasons = {}
     for argument in arguments:
         if argument.startswith("-"):
             continue
@@ -86,8 +86,8 @@ def replaced(a: Answers, words: str) -> list[str]:
             build = builds.get(each)
             if build is not None and not (folder and build["source"] == folder):
                 source = f", {build['source']}" if build["source"] else ""
-                told[each] = f"{each} {build['version']} is a build of your own ({build['kind']}{source})"
-    return list(told.values())
+                reasons[each] = f"{each} {build['version']} is a build of your own ({build['kind']}{source})"
+    return list(reasons.values())
 
 
 SHELL = ("cd", "export", "unset")

@@ -286,8 +286,8 @@ def _targets() -> list[tuple[str, str]]:
     if not listed and (program := shutil.which("nvidia-smi")) is not None:
         query = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            told = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20).stdout
-            listed = re.findall(r"\b(12)\.(\d)()", told)
+            output = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20).stdout
+            listed = re.findall(r"\b(12)\.(\d)()", output)
     targets = [(major, minor + (suffix or "a" * (int(major) >= 9))) for major, minor, suffix in listed]
     return list(dict.fromkeys(targets)) or [("12", "0a")]
 

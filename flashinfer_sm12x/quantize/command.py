@@ -15,7 +15,7 @@ import torch
 
 from ..host_memory import SHARE
 from . import measure, models, texts
-from .endings import is_out_of_memory, running, told
+from .endings import is_out_of_memory, message_of, running
 from .files import FolderError, read_text, require_writable
 from .formats import BF16
 from .manifest import MANIFEST, UNFINISHED
@@ -87,7 +87,7 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_there(request.out)) from None
     except Exception as error:
-        if (line := told(error)) is None:
+        if (line := message_of(error)) is None:
             raise
         if isinstance(error, OSError) or is_out_of_memory(error):  # from without: nothing is wrong with what was made
             line = f"{line}; {_what_is_there(request.out)}"
@@ -149,5 +149,5 @@ def _quantize(request: Request, say: Callable[[str], None]) -> None:
     for name in (ROUNDED, QUANTIZED):
         say(f"  {name:22} {kl[name].value:.4f} ({kl[name].low:.4f} to {kl[name].high:.4f})")
     size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
-    say(f"{request.out}: {run.manifest.told_formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
+    say(f"{request.out}: {run.manifest.formats_summary}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
     say(how_to_serve(request, subject))

@@ -294,9 +294,9 @@ def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, output_loading_info=True, **more
         )
-    model, told = loaded
+    model, loading_info = loaded
     # transformers fills what is missing with random numbers.
-    if lacking := sorted(told["missing_keys"]):
+    if lacking := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"{source.path} has no weights for {', '.join(lacking[:3])}{' and others' * (len(lacking) > 3)}"
         )

@@ -146,7 +146,7 @@ class Run:
         }
         self.manifest = Manifest({kind: name for kind, name in formats.items() if name != BF16}, run)
         if before := begun(folder):
-            theirs, ours = ({"formats": each.told_formats, **each.run} for each in (before, self.manifest))
+            theirs, ours = ({"formats": each.formats_summary, **each.run} for each in (before, self.manifest))
             if differs := [
                 f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if theirs.get(key) != ours[key]
             ]:

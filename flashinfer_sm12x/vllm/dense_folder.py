@@ -78,8 +78,10 @@ def _check_parts(folder: Path, kind: str, found: manifest.Manifest, names: list[
         )
     modules = [found.modules[name] for name in names]
     if len({each.k for each in modules}) > 1:
-        told = ", ".join(f"{name} {each.k}" for name, each in zip(names, modules, strict=True))
-        raise FolderError(f"{folder}: the parts of one layer have different widths ({told}): copy or quantize it again")
+        widths = ", ".join(f"{name} {each.k}" for name, each in zip(names, modules, strict=True))
+        raise FolderError(
+            f"{folder}: the parts of one layer have different widths ({widths}): copy or quantize it again"
+        )
 
 
 class Layer:

@@ -399,7 +399,7 @@ def test_a_run_that_measures_nothing_leaves_an_earlier_ones_files(
     assert "nothing was measured, so the files of " in capsys.readouterr().err
 
 
-def test_what_needs_a_gpu_or_a_file_says_so(
+def test_what_needs_a_gpu_or_a_file_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -123,7 +123,7 @@ def test_rows_that_do_not_apply_are_left_out() -> None:
     assert "architectures" not in findings({"gpus": SPARK})
 
 
-def test_a_managed_python_takes_pip_where_the_user_said_so() -> None:
+def test_a_managed_python_takes_pip_where_the_user_chose_it() -> None:
     facts = NO_TORCH | {"installer": {"pip": True, "managed": True}}
     assert findings(facts, {"PIP_BREAK_SYSTEM_PACKAGES": "1"})["torch"].command.endswith("-m pip install vllm==0.33.0")
 
@@ -151,7 +151,7 @@ def test_the_row_of_a_probe_is_left_to_the_probe_that_ran() -> None:
         ({"proc/sys/kernel/osrelease": "6.11.0-1016-nvidia"}, {}, None),
     ],
 )
-def test_a_guest_is_told_by_what_it_leaves(
+def test_a_guest_is_recognized_by_what_it_leaves(
     left: dict[str, str], variables: dict[str, str], guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without systemd's program, which container images lack."""
@@ -174,7 +174,7 @@ def test_a_guest_is_told_by_what_it_leaves(
         ("vmware", "VM"),
     ],
 )
-def test_a_guest_is_told_by_systemd(
+def test_a_guest_is_recognized_by_systemd(
     kind: str, guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "systemd-detect-virt"

@@ -96,13 +96,13 @@ class Telling:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts: dict[str, str] = {}
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
         self.modules: dict[str, types.ModuleType] = {}
         for original in MODULES:
             assert original.__file__ is not None
-            told = _Telling(Path(original.__file__).name)
+            answers = _Telling(Path(original.__file__).name)
             source = Path(original.__file__).read_text(encoding="utf-8")
-            tree = ast.fix_missing_locations(told.visit(ast.parse(source)))
+            tree = ast.fix_missing_locations(answers.visit(ast.parse(source)))
             copy = types.ModuleType(original.__name__)
             copy.__dict__.update(
                 __file__=original.__file__, __package__=doctor.__name__, __path__=doctor.__path__, __said__=self._tell
@@ -110,14 +110,14 @@ class Telling:
             monkeypatch.setitem(sys.modules, original.__name__, copy)
             exec(compile(tree, original.__file__, "exec"), copy.__dict__)
             self.modules[Path(original.__file__).stem] = copy
-            self.texts |= told.texts
+            self.texts |= answers.texts
 
     def _tell(self, place: str, text: str) -> str:
-        self.said.add(place)
+        self.reported.add(place)
         return text
 
     def unsaid(self) -> list[str]:
-        return [f"{place} {text}" for place, text in self.texts.items() if place not in self.said]
+        return [f"{place} {text}" for place, text in self.texts.items() if place not in self.reported]
 
 
 FORK: dict[str, Any] = {"found": {"file": str(PACKAGE / "__init__.py"), "folders": []}}
@@ -321,13 +321,13 @@ def test_every_fix_is_given_by_a_state_and_read_by_its_reader(monkeypatch: pytes
 
 def fixes_of(state: State, **facts: Mapping[str, Any]) -> list[doctor.Finding]:
     """The findings of one state, with other facts of some questions."""
-    told: dict[str, Any] = {question: {} for question in questions.QUESTIONS} | dict(state.facts)
-    told |= {question: told[question] | found for question, found in facts.items()}
+    answers: dict[str, Any] = {question: {} for question in questions.QUESTIONS} | dict(state.facts)
+    answers |= {question: answers[question] | found for question, found in facts.items()}
     with pytest.MonkeyPatch.context() as patched:
         for name, value in state.patches.items():
             owner, _, attribute = name.partition(".")
             patched.setattr({"checks": checks, "fixes": fixes}.get(owner, os), attribute, value)
-        return doctor.diagnose(Answers(told, state.environ))
+        return doctor.diagnose(Answers(answers, state.environ))
 
 
 def test_no_command_runs_a_program_that_is_not_there() -> None:
@@ -422,7 +422,7 @@ def test_without_the_fork_its_commands_are_words_and_the_doctors_is_its_folder(f
         ("2.14.0", {"direct_url.json": "[]"}, None),
     ],
 )  # fmt: skip
-def test_a_build_of_the_users_is_told_from_what_an_index_gave(
+def test_a_build_of_the_users_is_distinguished_from_what_an_index_gave(
     version: str, files: Mapping[str, str], kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = f"sm12x_toy-{version}.{'egg-info' if 'SOURCES.txt' in files else 'dist-info'}"

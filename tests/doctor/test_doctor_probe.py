@@ -227,9 +227,10 @@ def test_a_report_that_cannot_be_written_ends_before_anything_is_asked(
     monkeypatch.setattr(doctor, "ask", lambda *_: pytest.fail("it asks"))
     (tmp_path / "file").touch()
     assert doctor.main(["--probe", "--report", str(tmp_path / report)]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said == f"sm12x-doctor: --report {tmp_path / report}: {reason}; name a file in a folder that you can write to\n"
+        message
+        == f"sm12x-doctor: --report {tmp_path / report}: {reason}; name a file in a folder that you can write to\n"
     )
 
 
@@ -293,7 +294,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("probe", [False, True])
-def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
+def test_a_signal_ends_all_that_was_started_and_reports_what_a_new_run_does(
     machine: Machine, plain_signals: None, number: signal.Signals, probe: bool
 ) -> None:
     pids = machine.root / "pids"
@@ -314,9 +315,9 @@ def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
             assert time.monotonic() < until
             time.sleep(0.05)
         asked.send_signal(number)
-        out, said = asked.communicate(timeout=60)
+        out, message = asked.communicate(timeout=60)
     assert (asked.returncode, out) == (128 + number, "")
-    (line,) = [line for line in said.splitlines() if not line.startswith("probe: ")]
+    (line,) = [line for line in message.splitlines() if not line.startswith("probe: ")]
     assert line.startswith(f"sm12x-doctor: interrupted by {number.name}: all that was started is ended")
     assert "a new run asks everything again" in line
     assert line.endswith("sent.json is as it was") == probe

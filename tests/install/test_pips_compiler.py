@@ -142,14 +142,14 @@ def test_a_whole_toolkit_compiles_both_kinds_of_module(vllms: Environment, whole
         "default": {"code": DEFAULT.format(str(whole))},
     }
     for place, how in places.items():
-        where, said = vllms.preprocess(**how)
-        assert said == BOTH, place
+        where, output = vllms.preprocess(**how)
+        assert output == BOTH, place
         assert where["nvcc"] == f"{whole}/bin/nvcc", place
         if place != "default":  # upstream's own is a constant
             assert where["upstreams"] == str(whole), place
 
 
-def test_without_one_a_line_says_which_two_disagree_and_its_command_fixes_it(vllms: Environment) -> None:
+def test_without_one_a_line_reports_which_two_disagree_and_its_command_fixes_it(vllms: Environment) -> None:
     build = "import runpy, sys; sys.argv[1:] = ['sm12x-build', '--vllm', 'bf16']; runpy.run_module('flashinfer', run_name='__main__')"
     done = vllms.run(NO_DEFAULT + build, status=1)
     root = vllms.site / "nvidia" / "cu13"
@@ -164,8 +164,8 @@ def test_without_one_a_line_says_which_two_disagree_and_its_command_fixes_it(vll
 
     question = "import sys; sys.argv[1:] = ['build']; import runpy; runpy.run_path({!r}, run_name='__main__')"
     question = question.format(str(REPO / "flashinfer_sm12x" / "doctor" / "questions.py"))
-    said = vllms.run(NO_DEFAULT + question)
-    assert disagree in said.stdout
+    output = vllms.run(NO_DEFAULT + question)
+    assert disagree in output.stdout
 
     words = command.split()
     assert words[:2] == ["pip", "install"]

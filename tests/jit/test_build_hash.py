@@ -29,7 +29,7 @@ pytestmark = pytest.mark.privileges
     ("name", "number"),
     [(modules.DECODE, 0), (modules.FUSED_MOE, 0), (modules.FUSED_MOE, -1), ("dense_mxfp4_sm12x", -1)],
 )
-def test_what_the_compiler_says_that_it_read_counts(name: str, number: int, workspace: Path) -> None:
+def test_what_the_compiler_reports_as_read_counts(name: str, number: int, workspace: Path) -> None:
     """All but the system's own headers, which lie in no folder that the command names."""
     plan = modules.MODULES[name]().plan
     step = plan.steps[number]

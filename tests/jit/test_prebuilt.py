@@ -136,7 +136,7 @@ def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("left", ["nothing", "folder", "module", "file"])
-def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str, lines) -> None:
+def test_where_none_is_installed_nothing_is_reported(installed: Installed, left: str, lines) -> None:
     if left == "module":  # a wheel that does not have this one
         installed.write(modules=[{**installed.entry, "name": "other"}])
     else:
@@ -290,7 +290,7 @@ def test_the_modules_are_found_for_their_architecture_without_a_compiler(
     assert len(lines()) == 1
 
 
-def test_building_says_what_is_prebuilt(workspace: Path) -> None:
+def test_building_reports_what_is_prebuilt(workspace: Path) -> None:
     libraries = install_without_building(workspace / "site")
     environment = {
         **os.environ,
@@ -469,7 +469,7 @@ def test_a_flag_counts_wherever_it_is_added(place: str, workspace: Path, monkeyp
     assert modules.gen_router_module().build_hash != before
 
 
-def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_without_the_cross_compiler_it_reports_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(tool.WheelError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
@@ -480,7 +480,7 @@ def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tm
     assert "CUDA_HOME" not in own or own["CUDA_HOME"] == os.environ["CUDA_HOME"]
 
 
-def test_what_is_missing_for_one_processor_is_told_before_another_is_compiled_for(
+def test_what_is_missing_for_one_processor_is_reported_before_another_is_compiled_for(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")

@@ -67,7 +67,7 @@ def test_a_wheel_that_was_not_tested_is_as_without_the_fork(
     assert layered.stderr == warning(version, wheel)  # once, although it is imported twice
 
 
-def test_0_is_as_without_the_fork_over_a_tested_wheel_too_and_says_nothing(
+def test_0_is_as_without_the_fork_over_a_tested_wheel_too_and_logs_nothing(
     run_python: Run, fork: Path, tmp_path: Path
 ) -> None:
     wheel = write_wheel(tmp_path / "wheel", FILES)
@@ -202,7 +202,7 @@ def test_b12x_over_the_real_wheel_finds_its_code(run_python: Run, python: Path) 
     assert str(OURS) not in found[0]
 
 
-def test_the_doctor_over_the_real_wheel_runs_and_says_it(run_python: Run, python: Path) -> None:
+def test_the_doctor_over_the_real_wheel_runs_and_reports_it(run_python: Run, python: Path) -> None:
     words = ("-m", "flashinfer", "sm12x-doctor", "--json")
     done = run_python(*words, path=[REPO], python=python, check=False)
     finding = json.loads(done.stdout)["findings"][0]

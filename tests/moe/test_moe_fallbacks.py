@@ -409,10 +409,10 @@ def test_a_refused_call_launches_nothing(
     moe_step(**given)
     module.launches.clear()
     asked.clear()
-    with pytest.raises((ValueError, TypeError)) as told:
+    with pytest.raises((ValueError, TypeError)) as raised:
         moe_step(**given | change)
     name = next(iter(change))
-    assert name in str(told.value)
+    assert name in str(raised.value)
     assert module.launches == [] and asked == []
 
 

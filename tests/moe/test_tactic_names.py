@@ -124,7 +124,7 @@ def call(
     return gemm if request.param == "grouped GEMM" else dense
 
 
-def test_a_file_holds_names_and_one_that_is_gone_is_told_and_not_used(
+def test_a_file_holds_names_and_one_that_is_gone_is_reported_and_not_used(
     call: Call, profiled: list[str], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tables' places and numbers are of one version."""

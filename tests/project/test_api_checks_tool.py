@@ -51,7 +51,7 @@ GONE = " is gone"
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "said"),
+    ("module", "text", "message"),
     [
         ("vllm.config", "Config", ""),
         ("vllm.config", "inner", ""),
@@ -104,11 +104,11 @@ GONE = " is gone"
         ("vllm.envs", "OTHER", GONE),
     ],
 )
-def test_an_api_is_checked_in_sources(sources, module: str, text: str, said: str) -> None:
+def test_an_api_is_checked_in_sources(sources, module: str, text: str, message: str) -> None:
     moved = tool.Moved(sources)
     found = moved.probe(tool.api_checks.parse(module, text))
-    assert found.endswith(said)
-    assert bool(found) == bool(said)
+    assert found.endswith(message)
+    assert bool(found) == bool(message)
 
 
 def test_every_import_that_goes_round_in_a_circle_ends(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_what_the_layer_touches_is_compared(tmp_path: Path, capsys, now: str, li
     assert [line for line in lines if line not in printed] == []
 
 
-def test_another_order_of_the_same_arguments_is_told() -> None:
+def test_another_order_of_the_same_arguments_is_reported() -> None:
     was, to = (tool.ast.parse(f"def f({each}): ...").body[0] for each in ("a, b, c", "a, c, b"))
     assert tool._signatures(was, to) == ": takes (a, c, b) in this order"
     assert tool._signatures(was, was) == ": text"
@@ -184,9 +184,9 @@ def test_the_installed_wheel_is_what_the_layer_was_made_over(capsys, site_packag
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [([], "name a wheel"), (["--vllm", "none.whl"], "there is no none.whl; pip download")]
+    ("words", "message"), [([], "name a wheel"), (["--vllm", "none.whl"], "there is no none.whl; pip download")]
 )
-def test_a_wrong_command_line(capsys, words: list[str], said: str) -> None:
+def test_a_wrong_command_line(capsys, words: list[str], message: str) -> None:
     with pytest.raises(SystemExit):
         tool.main(words)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -130,15 +130,15 @@ def test_a_manifest_with_a_wrong_field_is_refused_or_means_the_same(finished: Pa
     refused = 0
     for at, how, text in cases(good, 11, 400):
         (folder / MANIFEST).write_text(text)
-        told = f"{'.'.join(map(str, at))} {how!r:.60}"
+        label = f"{'.'.join(map(str, at))} {how!r:.60}"
         try:
-            assert same(everything(folder), expected), told
-            assert at[:1] in (("run",), ("told",)), f"{told} went unseen"
+            assert same(everything(folder), expected), label
+            assert at[:1] in (("run",), ("told",)), f"{label} went unseen"
         except FolderError as error:
-            assert str(folder) in str(error), told
-            assert "\n" not in str(error), told
-            assert str(error).isprintable(), told
-            assert len(str(error)) < 1000, told
+            assert str(folder) in str(error), label
+            assert "\n" not in str(error), label
+            assert str(error).isprintable(), label
+            assert len(str(error)) < 1000, label
             refused += 1
     assert refused > 280
 
@@ -190,9 +190,9 @@ def test_a_manifest_without_one_part_is_refused(finished: Path, tmp_path: Path) 
 def rehash(folder: Path, data: bytes, file: str = FILE) -> None:
     """Write a file, and its hash into the manifest."""
     (folder / file).write_bytes(data)
-    told = json.loads((folder / MANIFEST).read_text())
-    told["files"][file] = hashlib.sha256(data).hexdigest()
-    (folder / MANIFEST).write_text(json.dumps(told))
+    label = json.loads((folder / MANIFEST).read_text())
+    label["files"][file] = hashlib.sha256(data).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(label))
 
 
 Change = Callable[[dict[str, torch.Tensor]], Any]

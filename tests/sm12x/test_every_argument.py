@@ -62,12 +62,12 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     ),
 }
 # The message's words about a value that no argument may have.
-SAID = {
+MESSAGES = {
     "None": "None", "list": r"a list of 2|1\.0", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
     "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo", "torch.complex64": r"torch\.complex64",
     "a storage that was resized": r"its storage holds \d+ bytes", "a storage that was cut short": r"its storage holds \d+ bytes",
 }  # fmt: skip
-SAID_OF_NUMBERS = {
+MESSAGES_OF_NUMBERS = {
     "None": "None", "'2'": "'?2'?", "2.5": r"2\.5", "-3": "-3", "1099511627776": "1099511627776", "[1]": r"a list of 1|\[1\]|\['1'\]",
 }  # fmt: skip
 # Values that make another argument wrong, or a size; and upstream's own words, which the last two are.
@@ -99,13 +99,13 @@ def test_an_error_names_the_argument_and_what_was_given(name: str) -> None:
         if not kind:
             known = parameters[argument]
             optional = what == "None" and ("None" in f"{known.annotation} {known.default}" or argument in OPTIONAL)
-            if tensor and what in SAID and not optional:
+            if tensor and what in MESSAGES and not optional:
                 unclear.append((named, what, "is taken"))
             continue
-        said = SAID.get(what) if tensor else SAID_OF_NUMBERS.get(what)
+        message = MESSAGES.get(what) if tensor else MESSAGES_OF_NUMBERS.get(what)
         exact = (
-            rf"{re.escape(named)}(?!\w).*(?:{said})"
-            if said
+            rf"{re.escape(named)}(?!\w).*(?:{message})"
+            if message
             else rf"(?:{names})(?!\w).*(?: is| are| has| holds| starts at| overlaps| runs from) "
         )
         clear = kind in ("TypeError", "ValueError") and re.match(exact + ".*; ", text)

@@ -137,7 +137,7 @@ def test_smoke() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
-def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
+def test_a_layer_raises_and_computes_what_its_function_does(name: str, reused: bool) -> None:
     """Each argument is wrong in each way. ``reused``: only arguments of a call change, and one object gets all
     calls."""
     layer = LAYERS[name]
@@ -257,7 +257,7 @@ MOE = ["MoE 0", "MoE 1", "MoE 2"]
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_a_function_that_knows_its_experts_says_and_computes_the_same(name: str) -> None:
+def test_a_function_that_knows_its_experts_raises_and_computes_the_same(name: str) -> None:
     """Each argument is wrong in each way, while the others are the same objects as in a valid call."""
     function, make = OPERATORS[name]
     own, different, tried, refused = make(), [], 0, 0

@@ -182,8 +182,8 @@ def test_a_call_of_the_moe_backend_reaches_its_checks(merged, without_fork):
         except ValueError as error:
             print(error)
     """
-    said = without_fork(merged, "-c", code).stdout
-    assert said.startswith("fc1_expert_weights is torch.uint8 (1, 64, 16) on cpu; it must be "), said
+    output = without_fork(merged, "-c", code).stdout
+    assert output.startswith("fc1_expert_weights is torch.uint8 (1, 64, 16) on cpu; it must be "), output
 
 
 def test_tests_of_the_plain_topics_pass(merged, without_fork):

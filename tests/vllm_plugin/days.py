@@ -40,7 +40,7 @@ LONG: tuple[str, ...] = tuple(
         "test_vllm_transformers.py::test_the_example_writes_tokens",
         "test_vllm_scripts.py::test_soak_server_sees_each_fault_and_none_where_there_is_none",
         "test_vllm_memory.py::test_other_models_keep_vllms_share",
-        "test_vllm_reach.py::test_another_model_says_that_the_choices_are_gpt_osss",
+        "test_vllm_reach.py::test_another_model_reports_that_the_choices_are_gpt_osss",
         "test_vllm_decode.py::test_decode_steps_are_the_executors_and_as_near_as_vllms",
         "test_vllm_left.py::test_a_configuration_is_made_without_what_fails",
     )

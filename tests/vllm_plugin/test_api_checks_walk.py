@@ -314,7 +314,7 @@ def test_types_that_nothing_asks_for_are_gone():
 
 
 def test_every_attribute_of_vllm_that_the_plugin_touches_is_in_the_table():
-    assert sorted({said for touch in WALK.touches if (said := problem(touch))}) == []
+    assert sorted({message for touch in WALK.touches if (message := problem(touch))}) == []
 
 
 def test_every_entry_of_the_table_is_touched():
@@ -351,7 +351,7 @@ def hook(vllm_config, layer):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("vllm_config.model_config", ""),
         ("vllm_config.model_config.hf_config.anything", ""),
@@ -374,7 +374,7 @@ def hook(vllm_config, layer):
         ("vllm_config.kv_transfer_config.role", "vllm_config.kv_transfer_config.role: VllmConfig.kv_transfer_config"),
     ],
 )
-def test_the_walk_notices_a_line(tmp_path: Path, line: str, said: str):
+def test_the_walk_notices_a_line(tmp_path: Path, line: str, message: str):
     (tmp_path / "dense.py").write_text(PLUGIN.format(line))
     names = {"dense.py: vllm_config": "VllmConfig"}
     walk = Walk(names, VALUES).run(tmp_path)
@@ -384,4 +384,4 @@ def test_the_walk_notices_a_line(tmp_path: Path, line: str, said: str):
         for touch in walk.touches
         if (each := problem(dataclasses.replace(touch, file="reach.py"))) and PARTS["reach.py"] == every
     ]
-    assert (said in found[0]) if said else found == [], found
+    assert (message in found[0]) if message else found == [], found

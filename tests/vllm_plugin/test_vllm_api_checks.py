@@ -26,7 +26,7 @@ def name_of(part: str, check: api_checks.ApiCheck) -> str:
 
 
 def test_nothing_moved():
-    assert [said for _, check in EVERY if (said := api_checks.probe(check))] == []
+    assert [message for _, check in EVERY if (message := api_checks.probe(check))] == []
 
 
 def found(check: api_checks.ApiCheck) -> tuple[Any, str]:
@@ -213,7 +213,7 @@ DECODE = {**OURS, "class": "GptOssForCausalLM"}
 
 
 @pytest.mark.parametrize(
-    ("names", "said", "expected"),
+    ("names", "message", "expected"),
     [
         (
             ["FlashInferDecodeKernel"],
@@ -229,10 +229,10 @@ DECODE = {**OURS, "class": "GptOssForCausalLM"}
     ],
     ids=["decode steps", "decode steps, a private call", "dense layers", "head", "attention", "experts", "all"],
 )
-def test_a_gpt_oss_loads_and_answers_where_vllm_moved(checkpoint_folder, names, said, expected):
+def test_a_gpt_oss_loads_and_answers_where_vllm_moved(checkpoint_folder, names, message, expected):
     result = run(checkpoint_folder, names, "--additional-config", CHOSEN)
     lines = [line for line in result["log"] if "left to vLLM" in line]
-    assert lines[0].startswith(f"flashinfer-sm12x: {said}"), lines
+    assert lines[0].startswith(f"flashinfer-sm12x: {message}"), lines
     assert f"{names[0]}" in lines[0]
     assert lines[0].endswith(" is gone. This fork is made for vLLM 0.33.0")
     found = {**result["kernels"], "class": result["class"]}

@@ -315,7 +315,7 @@ def test_the_model_class_is_vllms_where_choosing_it_fails(monkeypatch, log, erro
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words", "said"),
+    ("chosen", "words", "message"),
     [
         ({"qkv": "int4"}, (), "qkv is 'int4'"),
         ({"dense": "/none"}, (), "/none is no folder"),
@@ -323,22 +323,24 @@ def test_the_model_class_is_vllms_where_choosing_it_fails(monkeypatch, log, erro
         ({"lm_head": "mxint8"}, ("--linear-backend", "marlin"), "vLLM has no kernel that multiplies mxint8"),
     ],
 )
-def test_what_a_user_asked_for_and_cannot_have_still_ends_the_start(checkpoint_folder, log, chosen, words, said):
+def test_what_a_user_asked_for_and_cannot_have_still_ends_the_start(checkpoint_folder, log, chosen, words, message):
     def start() -> None:
         made = serve(checkpoint_folder, chosen, *words)
         with served.parallel_groups(made):
             served.built(made)
 
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         start()
     assert left(log) == []
 
 
-@pytest.mark.parametrize(("k", "dtype", "said"), [(33, torch.bfloat16, "K = 33"), (64, torch.float16, "torch.float16")])
-def test_a_layer_that_cannot_be_quantized_as_asked_still_ends_the_start(monkeypatch, k, dtype, said):
+@pytest.mark.parametrize(
+    ("k", "dtype", "message"), [(33, torch.bfloat16, "K = 33"), (64, torch.float16, "torch.float16")]
+)
+def test_a_layer_that_cannot_be_quantized_as_asked_still_ends_the_start(monkeypatch, k, dtype, message):
     method = dense.DenseMethod("qkv", settings.Choice("mxfp8", "a16"))
     monkeypatch.setattr(dense, "linear", SimpleNamespace(_get_linear_backend=lambda quantization: "auto"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         method.create_weights(torch.nn.Module(), k, [64], k, 64, dtype, weight_loader=lambda *_: None)
 
 

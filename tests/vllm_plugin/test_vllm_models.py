@@ -169,8 +169,8 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
     most = moe.most_exact_tokens(SimpleNamespace(device="cpu", experts_per_token=4, num_experts=8))
-    told = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
-    assert rows["moe"][:3] == ("flashinfer-sm12x", told, "default")
+    description = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
+    assert rows["moe"][:3] == ("flashinfer-sm12x", description, "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
     assert '"sm12x": "spark"' in rows["qkv"][3]
 
@@ -189,7 +189,7 @@ ADAPTERS = "LoRA adapters may change them; with --lora-target-modules q_proj k_p
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words", "expected", "said"),
+    ("chosen", "words", "expected", "message"),
     [
         (FORMATS, (), dict.fromkeys(FORMATS, "ForkKernel"), ""),
         (FORMATS, ("--linear-backend", "marlin"), MARLINS, ""),
@@ -208,10 +208,10 @@ ADAPTERS = "LoRA adapters may change them; with --lora-target-modules q_proj k_p
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, chosen, words, expected, said):
+def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, chosen, words, expected, message):
     found = chosen_kernels(checkpoint_folder, chosen, *words)
     assert found == found | expected
-    assert not said or said in log
+    assert not message or message in log
 
 
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")

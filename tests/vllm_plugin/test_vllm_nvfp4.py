@@ -213,7 +213,7 @@ def test_experts_without_gate_rows_are_the_forks_too(checkpoint_folder, log, mon
         "no gate, SiLU",
     ],
 )
-def test_what_is_left_to_vllm_is_said(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
+def test_what_is_left_to_vllm_is_reported(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
     from flashinfer_sm12x.vllm import nvfp4
 
     selected = []

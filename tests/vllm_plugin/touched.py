@@ -127,7 +127,7 @@ class File:
             elif node.value is not None:
                 stack += [node.value, node.target]
 
-    def told(self, expression: ast.expr, function: Function | None) -> str | None:
+    def named_class(self, expression: ast.expr, function: Function | None) -> str | None:
         text = ast.unparse(expression)
         for key in (f"{self.path.name} {function.name if function else ''}: {text}", f"{self.path.name}: {text}"):
             if key in self.walk_.names:
@@ -139,7 +139,7 @@ class File:
         self, node: ast.expr, function: Function | None, cls: ast.ClassDef | None, record: bool = False, depth: int = 0
     ) -> str:
         """The type of an expression; ``?`` and a reason where nothing tells. ``record``: note what it touches itself."""
-        known = self.told(node, function)
+        known = self.named_class(node, function)
         if known is not None and not (record and isinstance(node, (ast.Attribute, ast.Call))):
             return known
         if depth > 20:
@@ -203,8 +203,8 @@ class File:
                 for node in ast.walk(method):
                     for target, value in _assignments(node):
                         if ast.unparse(target) == f"self.{name}":
-                            told = self.told(target, method)
-                            return told or (self.type_of(value, method, cls, depth=5) if value else OURS)
+                            named_class = self.named_class(target, method)
+                            return named_class or (self.type_of(value, method, cls, depth=5) if value else OURS)
         for each in cls.bases:
             if isinstance(each, ast.Name) and each.id in self.classes:
                 found = self.own(self.classes[each.id], name)

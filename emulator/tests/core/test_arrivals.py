@@ -120,7 +120,7 @@ def test_not_an_arrival(run_kernel, name):
 
 
 @pytest.mark.parametrize("watch", [Watch.ALL, Watch.DEFAULT])
-def test_nobody_is_told_unasked(run_kernel, watch):
+def test_nothing_is_reported_unasked(run_kernel, watch):
     """Without the checker there is no report, because the PTX ISA asks for no fence."""
     for name in ("a load", "a counter of blocks"):
         assert run(run_kernel, PAIRS[name][0], watch).clean
