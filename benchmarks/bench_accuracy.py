@@ -35,7 +35,8 @@ from flashinfer_sm12x.quantize.endings import in_a_line, running
 from flashinfer_sm12x.quantize.files import read_text, require_writable
 
 EXPERTS = (
-    'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '
+    'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is '
+    "exact, "
     "each chunk of a long prompt is rounded. Error of the outputs; times of gpt-oss-120b's own layer, predicted."
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,7 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--choices",
         type=several,
-        help='with ; between: a preset, a format, pairs such as "qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
+        help="with ; between: a preset, a format, pairs such as "
+        '"qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
         "folder= and what sm12x-quantize made of the same model",
     )
     parser.add_argument(

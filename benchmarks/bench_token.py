@@ -4,17 +4,18 @@
     python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
     python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
-    python benchmarks/bench_token.py --predict --draft eagle3 --drafted 0,1,2 --accepted 0.61  # when drafting pays on a GB10
-    python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the same model
-    python -m flashinfer sm12x-build --vllm bf16              # compile what they need
+    python benchmarks/bench_token.py --predict --draft eagle3 --drafted 0,1,2 --accepted 0.61  # when drafting pays on a
+    GB10 python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the
+    same model python -m flashinfer sm12x-build --vllm bf16              # compile what they need
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
     python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
 
 The model has gpt-oss' sizes, random weights and all layers, each with its own weights (a step reads gigabytes, L2 holds
-megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k, MoE,
-LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers; ``fork``, this
-fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where vLLM is installed and
-torch's where it is not. Each row of a table names who computed it; a stack that cannot be built is told with the reason.
+megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k,
+MoE, LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers;
+``fork``, this fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where
+vLLM is installed and torch's where it is not. Each row of a table names who computed it; a stack that cannot be built
+is told with the reason.
 """
 
 from __future__ import annotations
@@ -348,7 +349,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dense-tokens",
         type=names,
         default=["bf16"],
-        help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 ones)",
+        help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 "
+        "ones)",
     )
     parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
     parser.add_argument(
@@ -363,7 +365,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--router",
         type=names,
         default=["fork"],
-        help="of the fork's stack: fork (norms, router and top-k as in vLLM's decode steps), separate (norm, GEMM, top-k)",
+        help="of the fork's stack: fork (norms, router and top-k as in vLLM's decode steps), separate (norm, GEMM, "
+        "top-k)",
     )
     parser.add_argument(
         "--decode-attention",

@@ -102,7 +102,8 @@ def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
 
 
 def fit_launch(launches: Sequence[Launch], works: Sequence[Work], tile: int, by_tokens: bool) -> Fit:
-    """The coefficients: of a GEMM from three runs whose tiles and rows are not proportional, else linear in the rows."""
+    """The coefficients: of a GEMM from three runs whose tiles and rows are not proportional, else linear in the
+    rows."""
     terms = [[1.0, work.tiles, work.rows] if tile else [1.0, work.tokens if by_tokens else work.rows] for work in works]
     system = torch.tensor(terms, dtype=torch.float64)
     values = torch.tensor([launch.counts.values() for launch in launches], dtype=torch.float64)
@@ -155,8 +156,8 @@ def emulate_moe(
 def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactics) -> tuple[list[Fit], float, int]:
     """The launches of a layer, the largest deviation of the check, and how often a checker reported.
 
-    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer where
-    there is one.
+    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer
+    where there is one.
     """
     emulated = [emulate_moe(device, layer, mode, run, tactics) for run in runs_for(tactics)]
     if len({len(launches) for _, launches in emulated}) != 1:
@@ -178,7 +179,8 @@ def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactic
 
 
 def build_emulator() -> None:
-    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is used."""
+    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is
+    used."""
     folder = fork_root() / "emulator"
     make = shutil.which("make")
     if make is None or not folder.is_dir() or "VSM_BUILD_DIR" in os.environ:
@@ -283,7 +285,8 @@ def dense_line(
 
 
 def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
-    """The batches at which the planner's choice for a matrix of this K changes, with one token less and one more, and others."""
+    """The batches at which the planner's choice for a matrix of this K changes, with one token less and one more, and
+    others."""
     tokens = {*PRICED}
     for n, width in MODELS[LAYER_MODEL].matrices.values():
         if width == k:
@@ -394,7 +397,8 @@ def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[in
     say(table, "weights and scales of the touched experts", "MoE")
     dram = " to ".join(f"{rate:,.0f}" for rate in CARD.dram)
     print(
-        f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is sold), with "
+        f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is "
+        "sold), with "
         "a GB10's tactics, launches and L2"
     )
 

@@ -2,7 +2,8 @@
 """Code that the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and
 plot.
 
-The clock is :mod:`flashinfer_sm12x.doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
+The clock is :mod:`flashinfer_sm12x.doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain
+streaming read.
 """
 
 from __future__ import annotations

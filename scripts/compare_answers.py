@@ -181,7 +181,8 @@ def decoded(url: str, asked: Asked, streams: int) -> Windows:
 
 
 def prefilled(url: str, asked: Asked) -> Windows:
-    """The same positions as in :func:`decoded`, read as a prompt: one request at a time, so that the server holds few logits."""
+    """The same positions as in :func:`decoded`, read as a prompt: one request at a time, so that the server holds few
+    logits."""
     found = []
     for window in asked.windows:
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": asked.top}
@@ -219,8 +220,8 @@ def likeliest(row: Row) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A path: mean KL with its 95 % interval, 99th percentile, share of the same first choice, both perplexities, and the mean
-    probability that is in the reference's rest."""
+    """A path: mean KL with its 95 % interval, 99th percentile, share of the same first choice, both perplexities, and
+    the mean probability that is in the reference's rest."""
 
     mean: float
     low: float

@@ -110,8 +110,8 @@ def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 class Pages:
-    """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it holds,
-    in bf16."""
+    """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it
+    holds, in bf16."""
 
     def __init__(self, length: int, generator: torch.Generator, stored: torch.dtype) -> None:
         device = generator.device

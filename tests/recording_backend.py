@@ -50,7 +50,8 @@ class RecordingBackend:
 def recording_tuner(
     monkeypatch: pytest.MonkeyPatch, recording: RecordingBackend | None = None, time: Callable[..., float] | None = None
 ) -> Iterator[AutoTuner]:
-    """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times tactics."""
+    """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times
+    tactics."""
     if recording is not None:
         monkeypatch.setattr(virtual_device, "active", lambda: recording)
     if time is not None:

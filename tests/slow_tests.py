@@ -90,8 +90,8 @@ LONG = (
     "tests/sm12x/test_layers.py::test_what_a_layer_was_made_of_may_change[SM12xMoELayer, MoE 1]",
     "tests/sm12x/test_layers.py::test_what_a_layer_was_made_of_may_change[SM12xMoELayer, MoE 2]",
 )
-"""Files, tests with all their parameters, or with some: more than ten seconds of a core, together. The longest come first:
-entries that follow each other run on different days."""
+"""Files, tests with all their parameters, or with some: more than ten seconds of a core, together. The longest come
+first: entries that follow each other run on different days."""
 
 
 @cache
@@ -119,13 +119,13 @@ operator the other, which exports the branches."""
 
 
 ON_ONE_DAY = {"narrow_sums": 4, "dense.*mxfp6": 2, "dense.*mxint8": 0, "dense.*nvfp4": 3}
-"""Tests of modules that no quick test compiles, or hardly one (half precision): a pattern of their node ids, and the day on which all of them run, one of
-few other tests. Each of the modules takes a minute of a core."""
+"""Tests of modules that no quick test compiles, or hardly one (half precision): a pattern of their node ids, and the
+day on which all of them run, one of few other tests. Each of the modules takes a minute of a core."""
 
 
 def day_of(node: str, days: int) -> int:
-    """The day of ``days`` on which a slow test runs. Tests that differ only in parameters run on the same day, because they
-    share what they compile and load, unless it is a module that few tests share."""
+    """The day of ``days`` on which a slow test runs. Tests that differ only in parameters run on the same day, because
+    they share what they compile and load, unless it is a module that few tests share."""
     for place, entry in enumerate(LONG):
         if covers(entry, node):
             return place % days

@@ -91,7 +91,8 @@ def run_moe(
     workspace: torch.Tensor | None = None,
     next_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
+    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's
+    if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
     pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, GB10))

@@ -48,13 +48,17 @@ for line in sys.argv[1:]:
 
 # A message of pip or of a compiler -> what to do.
 FIXES = {
-    r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install python3-venv",
-    r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; make room, "
+    r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install "
+    "python3-venv",
+    r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; "
+    "make room, "
     "or VENV=/another/disk/venv TMPDIR=/another/disk/tmp make ...",
     r"name resolution|Name or service not known|Network is unreachable|Connection refused|timed out|"
-    r"ConnectTimeout|No route to host": "no package index answers. Is there a network, or a proxy to name in https_proxy? "
+    r"ConnectTimeout|No route to host": "no package index answers. Is there a network, or a proxy to name in "
+    "https_proxy? "
     "PIP_INDEX_URL names another index, PIP_FIND_LINKS a folder of wheels",
-    r"CERTIFICATE_VERIFY_FAILED": "the index's certificate is not trusted: apt-get install ca-certificates, or PIP_CERT=FILE",
+    r"CERTIFICATE_VERIFY_FAILED": "the index's certificate is not trusted: apt-get install ca-certificates, or "
+    "PIP_CERT=FILE",
 }
 
 

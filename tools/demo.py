@@ -254,7 +254,8 @@ def run_on_virtual_device(num_tokens: int, seed: int) -> list[Check]:
     title = "4. The shipped kernels on the virtual SM121, gpt-oss-120b layer, one token: each launch"
     tell(title, headers, rows, checks)
     print(
-        "predicted: a roofline for GB10 from these counters, a lower bound and no measurement (emulator/src/model/model.h)"
+        "predicted: a roofline for GB10 from these counters, a lower bound and no measurement "
+        "(emulator/src/model/model.h)"
         "\nglobal MB: distinct 32-byte sectors touched; warp instr.: loops that wait are among them, so it varies"
     )
     return checks

@@ -99,7 +99,8 @@ def random_experts(size: Size, generator: torch.Generator) -> MoEInputs:
     *fc2, fc2_bias = matrix(size.hidden, size.inter)
     alpha, beta, limit = (torch.full((e,), value, device=device) for value in (ALPHA, BETA, LIMIT))
     return MoEInputs(
-        nothing, nothing, nothing, *fc1, *fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, swiglu_alpha=alpha, swiglu_beta=beta,
+        nothing, nothing, nothing, *fc1, *fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, swiglu_alpha=alpha,
+        swiglu_beta=beta,
         swiglu_limit=limit,
     )  # fmt: skip
 
@@ -261,8 +262,8 @@ class Model:
         return found
 
     def step(self, step: Step, batch: Batch, caches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of each sequence's last token, ``[S, vocab]``, or of all new tokens of a window, ``[T, vocab]``, and the
-        largest ones' ids."""
+        """Logits of each sequence's last token, ``[S, vocab]``, or of all new tokens of a window, ``[T, vocab]``, and
+        the largest ones' ids."""
         size, mark, operators = self.size, self.mark, self.operators
         attention = self._attention(step)
         queries, keys = size.heads * size.head, size.kv_heads * size.head

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for MXFP4 and NVFP4 MoE calls, which hold for every backend.
 
-:func:`select_mode` finds a call's mode by dtypes and flags, or that the call is of another kind, :func:`validate` checks
-everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
-tell.  All errors name the argument, what it was and what it may be.
+:func:`select_mode` finds a call's mode by dtypes and flags, or that the call is of another kind, :func:`validate`
+checks everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the
+values tell.  All errors name the argument, what it was and what it may be.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
-    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales torch.float8_e4m3fn",
+    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales "
+    "torch.float8_e4m3fn",
     Mode.AUTO: "[fc1 weight scales, fc2 weight scales]",
 }
 
@@ -169,7 +170,8 @@ class MoEProblem(NamedTuple):
     first_expert: int
     num_experts_total: int
     routed_experts: int
-    """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens alone."""
+    """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens
+    alone."""
     weights: str = "mxfp4"
 
 
@@ -220,8 +222,8 @@ def swizzled_scale_shapes(
     """Accepted ``(dtype, shape)`` pairs of 128x4 block scales of ``groups`` matrices ``[rows, k]``.
 
     Bytes ``[groups, pad128(rows), pad4(k / 32)]``, their int32 view with a quarter of the last extent, and the flat
-    bytes that ``block_scale_interleave`` returns.  NVFP4's are float8_e4m3fn, for 16 elements of K, in the first and the
-    last of these forms.
+    bytes that ``block_scale_interleave`` returns.  NVFP4's are float8_e4m3fn, for 16 elements of K, in the first and
+    the last of these forms.
     """
     padded_rows, blocks = padded_scales(rows, -(-k // scales.block))
     lead = () if groups is None else (groups,)
@@ -370,7 +372,8 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
     )
     if experts > MAX_ROUTED_EXPERTS:
         raise ValueError(
-            f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of all "
+            f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of "
+            "all "
             "ranks (pass token_selected_experts and token_final_scales)"
         )
     if call.is_padding is not None:
@@ -494,9 +497,9 @@ def _cache_experts(call: MoECall, checked: CheckedExperts) -> None:
 def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem:
     """Check the metadata and addresses of a call and return its sizes.
 
-    Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where the caller did not find the call in its cache; calls with the same objects again are cached here, and
-    of those with tensors of cached dtypes and shapes, only addresses are checked
+    Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the
+    call's layer, where the caller did not find the call in its cache; calls with the same objects again are cached
+    here, and of those with tensors of cached dtypes and shapes, only addresses are checked
     (:class:`~flashinfer.sm12x.checks.CallCache`).
 
     Raises

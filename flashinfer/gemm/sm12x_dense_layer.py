@@ -43,9 +43,9 @@ _AS_HERE: dict[str, str] = {}  # arguments have the names that errors give them
 class DenseLayer:
     """A layer of :func:`~flashinfer.gemm.dense_block_scaled`, made once from its weight.
 
-    The weight, its scales, bias and alpha are checked here, and again by the first call after one of them changed: the layer
-    keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights are seen. A call
-    checks its own tensors. Results and errors are those of the functions.
+    The weight, its scales, bias and alpha are checked here, and again by the first call after one of them changed: the
+    layer keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights are seen. A
+    call checks its own tensors. Results and errors are those of the functions.
 
     Parameters
     ----------

@@ -39,7 +39,8 @@ _UPSTREAM_TILES = (("mma_sm", (1,)), ("tile_m", (128,)), ("tile_n", (32, 64, 128
 
 
 class GroupGemmCall(NamedTuple):
-    """The arguments of one call, named as in ``group_gemm_mxfp8_mxfp4_nt_groupwise``; ``tiles`` are mma_sm, tile_m, _n, _k."""
+    """The arguments of one call, named as in ``group_gemm_mxfp8_mxfp4_nt_groupwise``; ``tiles`` are mma_sm, tile_m, _n,
+    _k."""
 
     out: torch.Tensor | None
     a: torch.Tensor
@@ -201,7 +202,8 @@ group_gemm = OutputOperator("sm12x_group_gemm_mxfp4", GroupGemmCall, validate, _
 
 
 class SM12xGroupGemmRunner(tune.Runner):
-    """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the groups."""
+    """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the
+    groups."""
 
     def __init__(self, backend: Backend, num_groups: int, out_dtype: torch.dtype) -> None:
         super().__init__(backend)

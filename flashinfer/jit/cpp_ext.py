@@ -93,7 +93,8 @@ def parse_env_flags(env_var_name: str) -> list[str]:
     """The flags that a variable holds.
 
     Raises:
-        VariableError: its quotes do not close. Upstream parts it at each space then, and each compiler's error is another.
+        VariableError: its quotes do not close. Upstream parts it at each space then, and each compiler's error is
+            another.
     """
     return list(variables.read(env_var_name))
 

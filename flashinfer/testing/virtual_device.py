@@ -13,8 +13,8 @@ embedded, and loaded over the emulator's CUDA runtime: launcher, workspace arith
 Kernels may touch exactly the bytes of the tensors of the call. Out-of-bounds accesses, reads of memory that nothing
 wrote, missing proxy fences, deadlocks and the driver's refusals raise :class:`VirtualDeviceError`.
 
-It is a backend, which :mod:`flashinfer.sm12x.backend` loads by its name: operators find it there, and know nothing of it.
-The emulator itself (``emulator/``) knows nothing of this package.
+It is a backend, which :mod:`flashinfer.sm12x.backend` loads by its name: operators find it there, and know nothing of
+it. The emulator itself (``emulator/``) knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _known_gpus() -> tuple[str, str]:
-    """A variable and its value that spare a process the question for its GPUs, and give it this one's cache: there torch
-    counts the virtual runtime's and cannot use it."""
+    """A variable and its value that spare a process the question for its GPUs, and give it this one's cache: there
+    torch counts the virtual runtime's and cannot use it."""
     from flashinfer.jit import core
 
     known = core.current_compilation_context.TARGET_CUDA_ARCHS
@@ -383,8 +383,8 @@ def virtual_device(
 
     Raises:
         ValueError: no such architecture, or number of SMs.
-        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
-            to do).
+        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process
+            has a real CUDA 13 runtime loaded (the text says what to do).
     """
     _check_architecture(architecture)
     with _lock:

@@ -2,8 +2,8 @@
 """``python -m flashinfer sm12x-doctor``: finds what keeps the SM12x kernels from running on this machine, and a fix.
 
 Every check reads facts that ``questions`` found, each question in a process of its own with a time limit; the doctor
-itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its folder,
-with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_sm12x.doctor``.
+itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its
+folder, with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_sm12x.doctor``.
 """
 
 from __future__ import annotations

@@ -236,7 +236,10 @@ def check_torch(a: Answers) -> Outcome:
         listed = re.findall(r"\b\d+\.\d+[af]?", a.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
         named = all(any(_runs_on(entry, gpu) for entry in listed) for gpu in served)
         if not reported <= driven and not (served and named):
-            text = f"torch says compute capability {_list(reported)}, the driver {_list(driven)}: kernels are compiled for torch's"
+            text = (
+                f"torch says compute capability {_list(reported)}, the driver {_list(driven)}: kernels are "
+                "compiled for torch's"
+            )
             command = f'export FLASHINFER_CUDA_ARCH_LIST="{" ".join(f"{gpu}a" for gpu in served)}"' if served else ""
             return "warn", text, command, f"the driver knows better; a torch for its CUDA says the same; {SERVER}"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")

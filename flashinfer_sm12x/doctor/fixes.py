@@ -19,7 +19,8 @@ SERVER = "the server's environment needs it, too"
 
 GUESTS = {
     "WSL2": "this is WSL2, whose driver is Windows's: install or update it there; a Linux driver in here breaks it",
-    "container": "this is a container, whose driver is the host's: install or update it there, and start with --gpus all",
+    "container": "this is a container, whose driver is the host's: install or update it there, and start with --gpus "
+    "all",
     "VM": "this is a virtual machine: how its host hands the GPU over decides about the driver; ask who runs the host",
 }
 """Advice for systems whose driver belongs to another system."""

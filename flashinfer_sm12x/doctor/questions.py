@@ -2,7 +2,8 @@
 """The doctor asks these questions of the machine, each in a process of its own, since each may hang or crash.
 
 Run as a file, ``python questions.py QUESTION``. Each fact is one line of JSON, written as soon as it is known, so
-that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about it.
+that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ extern "C" int sm12x_doctor_loads() { return 12; }
 library, which checks that compiler and headers are of one release."""
 
 SUSPECTS = (
-    "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
+    "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS "
+    "NVCC_APPEND_FLAGS "
     "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD FLASHINFER_EXTRA_CUDAFLAGS "
     "FLASHINFER_EXTRA_LDFLAGS FLASHINFER_CUDA_ARCH_LIST"
 ).split()

@@ -24,7 +24,8 @@ from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun
 WINDOW = 256
 """Tokens in a row."""
 TOKENS_OF_AN_INPUT, FEWEST = 4, 3
-"""Tokens that are read, and at least wanted, for each input of the widest layer: more change nothing (docs/accuracy.md)."""
+"""Tokens that are read, and at least wanted, for each input of the widest layer: more change nothing
+(docs/accuracy.md)."""
 HELD_OUT = 4096
 """Tokens that losses are measured on, at most."""
 
@@ -100,7 +101,10 @@ def _what_is_there(out: Path) -> str:
         return f"{out} is finished"
     if not (out / UNFINISHED).exists():
         return "nothing was written"
-    return f"files in {out} so far: {len(list(out.glob('*.safetensors')))}; the same command, run again, goes on from there"
+    return (
+        f"files in {out} so far: {len(list(out.glob('*.safetensors')))}; the same command, run again, goes on "
+        "from there"
+    )
 
 
 def _quantize(request: Request, say: Callable[[str], None]) -> None:
@@ -120,7 +124,8 @@ def _quantize(request: Request, say: Callable[[str], None]) -> None:
     run = Run(subject, request.out, request.formats, windows)
     tokens = sum(map(len, windows))
     say(
-        f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to {widest:,}"
+        f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to "
+        f"{widest:,}"
     )
     if tokens < FEWEST * widest:
         say(

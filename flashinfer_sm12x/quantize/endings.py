@@ -36,7 +36,10 @@ def first_line(error: BaseException) -> str:
 def message_of(error: BaseException) -> str | None:
     """The line that a command ends with; None for an error that a developer must see with its traceback."""
     if is_out_of_memory(error):
-        return f"out of memory ({first_line(error)}): stop what else uses it, such as vLLM, or take a machine with more of it"
+        return (
+            f"out of memory ({first_line(error)}): stop what else uses it, such as vLLM, or take a machine with "
+            "more of it"
+        )
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -50,7 +53,8 @@ def message_of(error: BaseException) -> str | None:
 def running(name: str, verb: str) -> Iterator[None]:
     """Turn an error from the code of a model, transformers' or an operator's, into a :class:`ModelError`.
 
-    Such an error can be of any kind, by what is wrong with the checkpoint. Memory, files and what has a line already pass.
+    Such an error can be of any kind, by what is wrong with the checkpoint. Memory, files and what has a line already
+    pass.
     """
     try:
         yield

@@ -83,7 +83,8 @@ def from_tensors(
         tensor = tensors[tensor_name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be {dtype} "
+                f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be "
+                f"{dtype} "
                 f"{list(shape)}"
             )
         found.append(tensor)
@@ -166,7 +167,8 @@ class Folder:
             raise FolderError(f"{self.path} has no {name}: it was made of another model")
         if tuple(weight.shape) != (module.n, module.k) or weight_hash(weight) != module.source:
             raise FolderError(
-                f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), or "
+                f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), "
+                "or "
                 "take the one it was made of"
             )
 
@@ -203,6 +205,7 @@ class Folder:
         if len(set(scales)) > 1:
             problem = ", ".join(f"{name} {scale}" for name, scale in zip(names, scales, strict=True))
             raise FolderError(
-                f"{self.path}: the parts of one matrix have several global scales ({problem}); copy or quantize it again"
+                f"{self.path}: the parts of one matrix have several global scales ({problem}); copy or quantize it "
+                "again"
             )
         return found

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats that the instrument compares, one row each, and what they leave of a matrix.
 
-The quantizers are the operators' own, so that what is measured is what is served. Q8_0 is llama.cpp's, by its own ``gguf``.
+The quantizers are the operators' own, so that what is measured is what is served. Q8_0 is llama.cpp's, by its own
+``gguf``.
 """
 
 from __future__ import annotations

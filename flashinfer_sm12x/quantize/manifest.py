@@ -42,8 +42,8 @@ class Module:
 
 @dataclasses.dataclass
 class Manifest:
-    """``formats``: of each kind that is there. ``run``: all that the bytes depend on, as :mod:`.run` has it; compared, not
-    read. ``told``: for people: losses, minutes."""
+    """``formats``: of each kind that is there. ``run``: all that the bytes depend on, as :mod:`.run` has it; compared,
+    not read. ``told``: for people: losses, minutes."""
 
     formats: dict[str, Any]
     run: dict[str, Any]
@@ -141,8 +141,8 @@ def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
     Raises
     ------
     FolderError
-        Why there is none: ``name`` is no ``what`` and no name of a repository; the hub has no such repository, or shows it
-        to others alone; the hub cannot be reached; the download failed.
+        Why there is none: ``name`` is no ``what`` and no name of a repository; the hub has no such repository, or shows
+        it to others alone; the hub cannot be reached; the download failed.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # what the hub calls its repositories
         raise FolderError(f"{name} is no {what}, and no name of one on the hub, which are OWNER/NAME")

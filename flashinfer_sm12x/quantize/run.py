@@ -245,7 +245,8 @@ class Turn:
         self.found: list[Quantized] = []
 
     def weight(self, layers: Layers, inputs: torch.Tensor) -> BlockScaledWeight:
-        """The layers' quantized weight: the file's if there is one, which is written behind the last of its layers if not."""
+        """The layers' quantized weight: the file's if there is one, which is written behind the last of its layers if
+        not."""
         if layers is self.wanted[0] and self.file in self.run.manifest.files:
             self.there = self.run.read(self.file, self.wanted)
         if layers.kind in self.there:
@@ -266,7 +267,8 @@ class Turn:
 
 
 def with_losses(run: Run, windows: list[list[int]]) -> dict[str, measure.Scores]:
-    """Fill the folder, and tell how far the model is from itself, on other text, with its weights rounded and as they are then."""
+    """Fill the folder, and tell how far the model is from itself, on other text, with its weights rounded and as they
+    are then."""
     subject, formats = run.subject, run.manifest.formats
     rounded = Choice(**formats)
     before = {choice: measure.hidden_states(subject, windows, choice) for choice in (Choice(), rounded.body)}

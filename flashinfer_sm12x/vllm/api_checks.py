@@ -135,7 +135,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8",
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16",
             "_user_moe_activation_override()",
-            "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, w13_weight_scale=, "
+            "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, "
+            "w13_weight_scale=, "
             "w2_weight_scale=, w13_bias=, w2_bias=, _cache_permute_indices=None, activation=None, "
             "use_separated_a4w4=False, activation_key=None)",
             "make_mxfp4_moe_kernel(moe_quant_config=, moe_config=, mxfp4_backend=, experts_cls=, routing_tables=)",
@@ -179,7 +180,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.config": ("FusedMoEConfig.is_act_and_mul", "FusedMoEConfig.has_bias"),
         f"{MOE}.experts.flashinfer_cutlass_moe": (
             "FlashInferExperts._supports_no_act_and_mul()",
-            "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, "
+            "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, "
+            "expert_tokens_meta, "
             "activation)",
             *(f"FlashInferExperts.{name}" for name in ("g1_alphas", "g2_alphas")),
         ),
@@ -213,7 +215,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.quantization.online.base": ("OnlineQuantizationConfig.resolve_quant_method_cls(layer_cls, prefix)",),
         f"{LAYERS}.linear": (
             "UnquantizedLinearMethod.__init__()",
-            "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
+            "input_size, "
             "output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedLinearMethod.process_weights_after_loading(layer)",
             "LinearBase.quant_method",
@@ -234,7 +237,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.utils": ("replace_parameter(layer, param_name, new_tensor)",),
         f"{LAYERS}.vocab_parallel_embedding": (
             "UnquantizedEmbeddingMethod()",
-            "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
+            "input_size, "
             "output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",
             "UnquantizedEmbeddingMethod.tie_weights(layer, embed_tokens)",
@@ -249,7 +253,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "op_registry_oot",
         ),
         f"{LAYERS}.vocab_parallel_embedding": (
-            "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, padding_size=, "
+            "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, "
+            "padding_size=, "
             "quant_config=, prefix=, quant_method=, disable_tp=False)",
         ),
     },
@@ -295,7 +300,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "GptOssForCausalLM.__init__ <- (vllm_config, prefix='')",
             "GptOssForCausalLM.forward <- (input_ids, positions, intermediate_tensors=None, inputs_embeds=None)",
             "GptOssForCausalLM.load_weights <- (weights)",
-            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(input_ids) GptOssModel.layers GptOssModel.norm".split(),
+            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(input_ids) GptOssModel.layers "
+            "GptOssModel.norm".split(),
             *"GptOssModel.aux_hidden_state_layers TransformerBlock.attn TransformerBlock.mlp".split(),
             *"TransformerBlock.input_layernorm TransformerBlock.post_attention_layernorm OAIAttention.qkv_proj".split(),
             *"OAIAttention.o_proj OAIAttention.attn OAIAttention.rotary_emb MLPBlock.router MLPBlock.experts".split(),
@@ -318,8 +324,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         f"{MOE}.router.base_router": ("BaseRouter.top_k",),
         f"{MOE}.routed_experts": (
-            *"RoutedExperts.quant_method RoutedExperts.moe_config RoutedExperts._ensure_moe_quant_config_init()".split(),
-            "RoutedExperts.forward_modular(x=, topk_weights=, topk_ids=, shared_experts=None, shared_experts_input=None)",
+            *"RoutedExperts.quant_method RoutedExperts.moe_config "
+            "RoutedExperts._ensure_moe_quant_config_init()".split(),
+            "RoutedExperts.forward_modular(x=, topk_weights=, topk_ids=, shared_experts=None, "
+            "shared_experts_input=None)",
             "RoutedExperts.activation",
         ),
         "vllm.v1.attention.backends.flashinfer": (

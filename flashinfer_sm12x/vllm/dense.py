@@ -107,7 +107,8 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
         return ForkKernel(choice)
     if choice.weights not in VLLMS:
         raise fallback.Refusal(
-            f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that multiplies "
+            f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that "
+            "multiplies "
             f"{choice.weights} weights as this plugin makes them; it may be auto, or the layer in {' or '.join(VLLMS)}"
         )
     try:
@@ -121,8 +122,8 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 
 @functools.cache
 def build(device_type: str, weights: str) -> str:
-    """Build the module of a format, or find it built; why that failed, or an empty text. Once a process, before weights are
-    loaded."""
+    """Build the module of a format, or find it built; why that failed, or an empty text. Once a process, before weights
+    are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     try:
@@ -186,7 +187,8 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     if ours and (reason := compiler.why_none()):
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
         raise fallback.Refusal(
-            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {reason}. "
+            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: "
+            f"{reason}. "
             f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
         )
 
@@ -295,7 +297,8 @@ class DenseMethod(LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         quantized = None
-        # Loaded anew: CUDA graphs hold the first load's tensors. From a folder: nothing takes the place of what a user named.
+        # Loaded anew: CUDA graphs hold the first load's tensors. From a folder: nothing takes the place of what a user
+        # named.
         if self._processed or self.quantized is not None:
             quantized = self._quantize(layer)
         else:

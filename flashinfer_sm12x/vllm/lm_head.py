@@ -58,7 +58,8 @@ def _model_that_is_built() -> Any:
     tags = sys.modules.get("vllm.compilation.backends")  # what loads a draft has imported it
     if tags is not None and not hasattr(tags, "model_tag"):
         logger.warning_once(
-            "flashinfer-sm12x: the LM head is left to vLLM: vllm.compilation.backends.model_tag is gone, which told a draft's"
+            "flashinfer-sm12x: the LM head is left to vLLM: vllm.compilation.backends.model_tag is gone, which told "
+            "a draft's"
         )
         return None
     if tags is not None and tags.model_tag != "backbone":

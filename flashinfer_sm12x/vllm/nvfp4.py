@@ -88,8 +88,8 @@ def reason_against(config: Any, activation_key: Any) -> str:
 
 
 def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this fork
-    serves the layer."""
+    """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this
+    fork serves the layer."""
 
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
         with fallback.leaving(api_checks.MODULES["nvfp4"][1]):
@@ -108,8 +108,8 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up at each
-    call."""
+    """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up
+    at each call."""
     with replacements.installing("nvfp4") as selections:
         for selection in selections:
             selection.replace(ours_first(selection.original()))

@@ -4,8 +4,8 @@
 :data:`TABLE` lists it; nothing else of the plugin writes there. A part's ``install()`` replaces its entries within
 :func:`installing`, which makes all of them or none. ``docs/development.md`` shows the table.
 
-Like :mod:`.contacts` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one server
-(its config, its layers) is not listed here: those end with the server.
+Like :mod:`.contacts` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one
+server (its config, its layers) is not listed here: those end with the server.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def of(part: str) -> tuple[Replacement, ...]:
 
 @contextlib.contextmanager
 def installing(part: str) -> Iterator[tuple[Replacement, ...]]:
-    """The entries of a part. If the statements in this context fail, every replacement that they made is taken back, and
-    the part is vLLM's from then on."""
+    """The entries of a part. If the statements in this context fail, every replacement that they made is taken back,
+    and the part is vLLM's from then on."""
     made = len(_before)
     try:
         yield of(part)

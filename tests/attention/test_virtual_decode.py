@@ -164,7 +164,8 @@ def test_nothing_is_written_without_new_keys(device: VirtualDevice) -> None:
 
 
 def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> None:
-    """A layer's attention behind another's, whose results are its queries, and which wrote its cache: in flight together."""
+    """A layer's attention behind another's, whose results are its queries, and which wrote its cache: in flight
+    together."""
     module = device.module(gen_decode_module)
     first = make_decode_case([340, 35], 1, 21)
     second = make_decode_case([341, 36], 1, 22)

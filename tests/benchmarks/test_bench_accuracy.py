@@ -548,7 +548,8 @@ def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
 
 
 def test_the_operator_changes_its_mode_where_the_table_says() -> None:
-    """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half ulp."""
+    """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half
+    ulp."""
     rows = [row for row in cells(experts.table()) if row[0][0].isdigit()]
     assert [row[:2] for row in rows] == [
         ["1", "W4A16"],

@@ -243,7 +243,8 @@ def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFi
 
 
 def test_a_stack_without_vllm_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's stack is not built; the fork's names torch in its rows, and an attention that is not there fails by name."""
+    """vLLM's stack is not built; the fork's names torch in its rows, and an attention that is not there fails by
+    name."""
     arguments = bench_token.parse(["--vllm", str(tmp_path), "--attention", "triton", "--prefill-attention", "torch"])
     tried = Model(SMALL, fork_experts(SMALL, "a16"), ("bf16",), positions=64)
     with pytest.raises(RuntimeError, match="_C_stable_libtorch"):

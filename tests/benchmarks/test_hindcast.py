@@ -189,7 +189,8 @@ TWO_SPARKS = MODELS["gpt-oss-120b"].split(2).moe
 
 @pytest.mark.parametrize(("name", "layer"), [("CUTLASS", LAYER), ("CUTLASS", TWO_SPARKS), ("Marlin", LAYER)])
 def test_counts_of_others_are_those_of_their_sizes(name: str, layer: MoELayer) -> None:
-    """At one token: padded weights and scales from DRAM once, little else; MMAs of a whole tile for each of four experts."""
+    """At one token: padded weights and scales from DRAM once, little else; MMAs of a whole tile for each of four
+    experts."""
     peer = PEERS[name]
     hidden, inter = peer.padded(layer)
     assert (hidden, inter) == (3072 if name == "Marlin" else 2944, 2944 if layer == LAYER else 1536)

@@ -36,7 +36,8 @@ def test_it_keeps_the_bound(tile: int, rows: list[int], n: int, k: int) -> None:
 
 
 def test_kept_counts_are_those_of_a_run() -> None:
-    """FC2 of a Spark of two, three experts that the counts were not taken from: ``benchmarks/emulate_peers.py`` renews them."""
+    """FC2 of a Spark of two, three experts that the counts were not taken from: ``benchmarks/emulate_peers.py`` renews
+    them."""
     rows, (hidden, inter) = [7, 65, 1], PEERS["CUTLASS"].padded(MODELS["gpt-oss-120b"].split(2).moe)
     with virtual_device("sm_121a") as device:
         emulate_peers.cutlass(device, 64)(rows, hidden, inter)

@@ -13,7 +13,8 @@ from flashinfer.testing.virtual_device import virtual_device
 
 @pytest.mark.parametrize("kind", ["O", "router", "attention, full", "attention, window"])
 def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
-    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small calls."""
+    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small
+    calls."""
     with virtual_device("sm_121a", strict=False) as device:
         if kind == "O":
             seen = emulate.dense_kernel(device, 2, kind, "mxfp4", 1, "bf16")

@@ -216,7 +216,8 @@ HIDDEN = f"/bin/mount -t tmpfs tmpfs {DEFAULT_ROOT.resolve()}" if DEFAULT_ROOT.e
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
 echo 'release 12.4, V12.4.1'"""
 SILENT_NVCC = "case $1 in --version) echo 'release 13.0, V13.0.88' ;; *) exit 1 ;; esac"
-NVCC_OF_121 = f"""case "$*" in *compute_12[2-9]*) echo "nvcc fatal   : Unsupported gpu architecture 'compute_122a'"; exit 1 ;; esac
+NVCC_OF_121 = f"""case "$*" in *compute_12[2-9]*)
+echo "nvcc fatal   : Unsupported gpu architecture 'compute_122a'"; exit 1 ;; esac
 {NVCC}"""
 XID = "[ 7.1] NVRM: Xid (PCI:0000:01:00): 79"
 
@@ -237,9 +238,11 @@ PLANTED = {
         fixes=True, plant=_plain("import tvm_ffi")),
     "cubins_of_another_version": Planted("import", "fail", "flashinfer-cubin version (0.6.4) does not match",
         f'install "flashinfer-cubin=={UPSTREAM}"', fixes=True, plant=_cubins_of_another_version),
-    "import_that_needs_its_docstrings": Planted("import", "fail", "TypeError: unsupported operand", "unset PYTHONOPTIMIZE",
+    "import_that_needs_its_docstrings": Planted("import", "fail", "TypeError: unsupported operand",
+        "unset PYTHONOPTIMIZE",
         {"PYTHONOPTIMIZE": "2"}, fixes=True, plant=_plain("def f():\n    'x'\nf.__doc__ += 'y'\n")),
-    "path_without_the_scripts_folder": Planted("import", "ok", "the fork 0.1.0 over", variables={"PYTHONSAFEPATH": "1"}),
+    "path_without_the_scripts_folder": Planted("import", "ok", "the fork 0.1.0 over",
+        variables={"PYTHONSAFEPATH": "1"}),
     "fork_of_another_checkout": Planted("import", "warn", "this doctor is of", FIRST, fixes=True, loses=("/other",),
         plant=lambda m: m.path.insert(0, _other_fork(m))),
 
@@ -294,9 +297,11 @@ PLANTED = {
     "cxx": Planted("build", "fail", "clang++-99", "unset CXX", {"CXX": "clang++-99"}, fixes=True),
     "flags_that_nvcc_does_not_know": Planted("build", "fail", "--bogus", "unset NVCC_APPEND_FLAGS",
         {"NVCC_APPEND_FLAGS": "--bogus"}, fixes=True),
-    "flags_whose_quotes_do_not_close": Planted("variables", "fail", "FLASHINFER_EXTRA_CUDAFLAGS is '-D\"x'; it may be flags",
+    "flags_whose_quotes_do_not_close": Planted("variables", "fail",
+        "FLASHINFER_EXTRA_CUDAFLAGS is '-D\"x'; it may be flags",
         "unset FLASHINFER_EXTRA_CUDAFLAGS", {"FLASHINFER_EXTRA_CUDAFLAGS": '-D"x'}, fixes=True),
-    "flags_of_this_projects_that_nvcc_does_not_know": Planted("build", "fail", "--bogus", "unset FLASHINFER_EXTRA_CUDAFLAGS",
+    "flags_of_this_projects_that_nvcc_does_not_know": Planted("build", "fail", "--bogus",
+        "unset FLASHINFER_EXTRA_CUDAFLAGS",
         {"FLASHINFER_EXTRA_CUDAFLAGS": "--bogus"}, fixes=True),
     "flags_that_the_linker_does_not_know": Planted("build", "fail", "--bogus", "unset FLASHINFER_EXTRA_LDFLAGS",
         {"FLASHINFER_EXTRA_LDFLAGS": "-Wl,--bogus"}, fixes=True),
@@ -333,20 +338,25 @@ PLANTED = {
     "hopper_on_purpose": Planted("gpu", "ok", "because FLASHINFER_SM12X_MOE=1", variables={"FLASHINFER_SM12X_MOE": "1"},
         plant=lambda m: m.gpus("NVIDIA H200, 9.0, 580.95.05")),
     "old_driver": Planted("driver", "fail", "570.86.10 is older than 580",
-        "apt-get install --yes nvidia-driver-580-open", fixes=True, plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
+        "apt-get install --yes nvidia-driver-580-open", fixes=True,
+        plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_in_wsl": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is Windows's",
         plant=_guest("wsl", "NVIDIA GB10, 12.1, 570.86.10")),
-    "old_driver_in_a_container": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is the host's",
+    "old_driver_in_a_container": Planted("driver", "fail", "570.86.10 is older than 580",
+        why="whose driver is the host's",
         plant=_guest("docker", "NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_in_a_virtual_machine": Planted("driver", "fail", "570.86.10 is older than 580", why="a virtual machine",
         plant=_guest("kvm", "NVIDIA GB10, 12.1, 570.86.10")),
-    "old_driver_without_apt_get": Planted("driver", "fail", "570.86.10 is older than 580", why="this system has no apt-get",
+    "old_driver_without_apt_get": Planted("driver", "fail", "570.86.10 is older than 580",
+        why="this system has no apt-get",
         plant=_old_driver_without_apt_get),
-    "no_nvidia_smi": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch sees the GPU", why="install it first",
+    "no_nvidia_smi": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch sees the GPU",
+        why="install it first",
         plant=lambda m: m.remove("bin/nvidia-smi")),
     "no_nvidia_smi_in_wsl": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch", why="/usr/lib/wsl/lib",
         plant=_without_nvidia_smi_in("wsl")),
-    "no_nvidia_smi_in_a_container": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch", why="name utility",
+    "no_nvidia_smi_in_a_container": Planted("driver", "warn", "nvidia-smi is not on PATH, though torch",
+        why="name utility",
         plant=_without_nvidia_smi_in("docker")),
     "complaint_without_nvidia_smi": Planted("kernel-log", "warn", "1 complaint of the driver",
         why="nvidia-smi is not on PATH (the container was started without it: ", plant=_complaint_without_nvidia_smi),
@@ -355,8 +365,10 @@ PLANTED = {
     "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaint of the driver, the last: {XID}",
         "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
     "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
-        plant=_program("echo '[ 7.1] NVRM: Out of memory [NV_ERR_NO_MEMORY] returned from _memdescAlloc'", "bin/dmesg")),
-    "kernels_log_that_may_not_be_read": Planted("kernel-log", "warn", "this user may not", "sudo dmesg" if os.geteuid() else "",
+        plant=_program("echo '[ 7.1] NVRM: Out of memory [NV_ERR_NO_MEMORY] returned from _memdescAlloc'",
+        "bin/dmesg")),
+    "kernels_log_that_may_not_be_read": Planted("kernel-log", "warn", "this user may not", "sudo dmesg" if os.geteuid()
+        else "",
         plant=_program("exit 1", "bin/dmesg")),
 
     "torch_without_cuda": Planted("torch", "fail", "without CUDA", "pip install vllm==0.33.0",
@@ -365,10 +377,13 @@ PLANTED = {
         fixes=True, plant=lambda m: shutil.rmtree(m.site / "torch")),
     "no_torch_in_an_environment_of_uvs": Planted("torch", "fail", "torch is not installed",
         "bin/uv pip install --python", plant=_uv_without_torch),
-    "torch_without_cuda_in_an_environment_of_uvs": Planted("torch", "fail", "without CUDA", "bin/uv pip uninstall --python",
+    "torch_without_cuda_in_an_environment_of_uvs": Planted("torch", "fail", "without CUDA",
+        "bin/uv pip uninstall --python",
         plant=_uv_with_torch_without_cuda),
-    "capability_of_which_torch_and_driver_disagree": Planted("torch", "warn", "torch says compute capability 12.0, the driver 12.1",
-        'export FLASHINFER_CUDA_ARCH_LIST="12.1a"', fixes=True, why="the driver knows better", plant=_capabilities_disagree),
+    "capability_of_which_torch_and_driver_disagree": Planted("torch", "warn",
+        "torch says compute capability 12.0, the driver 12.1",
+        'export FLASHINFER_CUDA_ARCH_LIST="12.1a"', fixes=True, why="the driver knows better",
+        plant=_capabilities_disagree),
     "hidden_gpu": Planted("torch", "fail", "sees no GPU, the driver does", "unset CUDA_VISIBLE_DEVICES",
         {"CUDA_VISIBLE_DEVICES": ""}, fixes=True),
 
@@ -376,7 +391,8 @@ PLANTED = {
         fixes=True, plant=lambda m: m.vllm("0.31.0")),
     "vllm_with_a_builders_label": Planted("vllm", "ok", "vLLM 0.33.0+cu130", plant=lambda m: m.vllm("0.33.0+cu130")),
     "nightly_vllm_with_a_label": Planted("vllm", "warn", "vLLM 0.33.1.dev12+g0123abc.cu130",
-        why="vllm 0.33.1.dev12+g0123abc.cu130 is a build of your own (a nightly or development build): pip install vllm",
+        why="vllm 0.33.1.dev12+g0123abc.cu130 is a build of your own (a nightly or development build): pip install "
+            "vllm",
         plant=lambda m: m.vllm("0.33.1.dev12+g0123abc.cu130")),
     "vllm_that_is_editable": Planted("vllm", "warn", "vLLM 0.34.0; the fork is made for 0.33.0",
         why="vllm 0.34.0 is a build of your own (an editable installation, /home/u/vllm)", plant=_editable_vllm),
@@ -404,8 +420,10 @@ PLANTED = {
     "vllm_with_half_a_flashinfer": Planted("vllm-flashinfer", "fail", "lacks functions", FIRST,
         plant=lambda m: m.vllm(has_flashinfer_cutlass_fused_moe="False")),
     "offline_without_cubins": Planted("vllm-flashinfer", "warn", "TRITON_ATTN",
-        f'pip install "flashinfer-cubin=={UPSTREAM}"', fixes=True, plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
-    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, fixes=True, then="fail",  # this vLLM lacks most
+        f'pip install "flashinfer-cubin=={UPSTREAM}"', fixes=True,
+        plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
+    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, fixes=True,
+        then="fail",  # this vLLM lacks most
         plant=lambda m: m.without_package("flashinfer-sm12x")),
     "plugin_not_listed": Planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "export VLLM_PLUGINS=",
         {"VLLM_PLUGINS": "other"}, fixes=True),

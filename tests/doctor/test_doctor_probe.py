@@ -66,14 +66,17 @@ def test_a_gb10_that_does_as_predicted() -> None:
 PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
     # name -> part, what it tells otherwise, check, state, part of what is found, part of the fix
     "slow memory": ("dram", {"gigabytes_per_second": 180.0}, "probe-dram", "warn", "180 GB/s", "close what else uses"),
-    "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk", "close what else uses"),
-    "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
+    "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk",
+        "close what else uses"),
+    "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written",
+        "report"),
     "wrong memory": ("dram", {"wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
     "slow MMAs": ("mma", {"mxf4": {"wrong": 0, "flops_per_clock": 2048.0, "tflops": 115.0, "gigahertz": 2.4,
                                    "predicted": [4096, 4096]}},
                   "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
     "wrong MMAs": ("mma", {"f16": {"wrong": 7}}, "probe-mma-f16", "fail", "7 results", "report"),
-    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "so half precision takes the place of mxf4", "sm12x-build"),
+    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "so half precision takes the place of mxf4",
+        "sm12x-build"),
     "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "takes the place of mxf8f6f4", "sm12x-build"),
     "narrow bf16": ("sums", {"bf16": 13}, "probe-sums", "warn", "13 bits (bf16)", "there is no other MMA"),
     "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
@@ -284,7 +287,8 @@ def test_a_report_goes_where_a_link_leads_and_into_a_device(tmp_path: Path) -> N
 HANGS = """
 import os, subprocess, sys, time
 # A compiler in a session of its own, whose parent is gone.
-code = "import os, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)".replace("sys", "__import__('sys')")
+code = "import os, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
+code = code.replace("sys", "__import__('sys')")
 start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {PIDS!r}], start_new_session=True)"
 subprocess.run([sys.executable, "-c", start], start_new_session=True)
 open(PIDS, "a").write(f"{os.getpid()} ")

@@ -18,12 +18,13 @@ from flashinfer_sm12x import variables
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 READ_ELSEWHERE = {
-    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_NVCC", "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_NVCC",
+    "FLASHINFER_WORKSPACE_BASE",
     "PATH", "TMPDIR", "LD_PRELOAD", "VSM_ACCUMULATION_BITS", "FLASHINFER_SM12X_EMBED_PTX", "_FLASHINFER_SM12X_PROBE",
     "FLASHINFER_SM12X_MOE",
 }  # fmt: skip
-"""Names that code reads without the table: those of compilers and upstream, what it sets and puts back, and the switch, whose
-0 leaves upstream's package alone before anything of this fork is imported."""
+"""Names that code reads without the table: those of compilers and upstream, what it sets and puts back, and the switch,
+whose 0 leaves upstream's package alone before anything of this fork is imported."""
 
 
 def test_the_page_has_the_table() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's autotuner over dense layers, with a profiler that answers given times and a module that records launches."""
+"""Upstream's autotuner over dense layers, with a profiler that answers given times and a module that records
+launches."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, **named: Any) -> No
     assert all(launch.clean for launch in device.launches), device.launches
 
 
-# One unit, of 64 rows; fewer units than blocks; one for some blocks and two for others; three for each, one fewer than a
-# block has epilogue warps, and five, one more; a last unit that is partly there; one tile of tokens, and several, of which
-# the last is partly there.
+# One unit, of 64 rows; fewer units than blocks; one for some blocks and two for others; three for each, one fewer than
+# a block has epilogue warps, and five, one more; a last unit that is partly there; one tile of tokens, and several, of
+# which the last is partly there.
 @pytest.mark.parametrize("n", [1, 16 * SMS, 16 * SMS + 40, 16 * SMS * 6 - 9, 64 * SMS * 3 - 9, 64 * SMS * 5])
 @pytest.mark.parametrize(("m", "tactic"), [(1, "m8_w2"), (8, "m8_w2"), (19, "m8_w2"), (37, "m16_w2"), (64, "m8_w3")])
 def test_a_stream_compares_its_outputs(device: VirtualDevice, n: int, m: int, tactic: str) -> None:

@@ -387,7 +387,8 @@ def test_interrupted_build_frees_the_lock_ends_its_compilers_and_reports_what_st
     _, output = child.communicate(timeout=LONGEST)
     assert child.returncode == -signal.SIGINT
     assert output.splitlines()[-1] == (
-        "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from there"
+        "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from "
+        "there"
     )
     assert not _compilers_of(project)
     project.write("c.cu", "int c;\n")
@@ -575,7 +576,8 @@ def test_spills_are_reported_until_they_are_gone(project: Project, jit_log: pyte
     assert line.startswith("demo works, but more slowly than it should: nvcc 13.0.1 spills registers to memory in ")
     assert "in a.o (16 bytes a thread), b.o (24 bytes a thread). nvcc 13.0 to 13.5, without flags of your own, " in line
     assert line.endswith(
-        f"does not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
+        "does not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: "
+        f"{toolchain.PIP_COMMAND}"
     )
     assert project.build().compiled == []
     assert messages() == [line]

@@ -120,7 +120,8 @@ CASES = [
     (
         1,
         0,
-        "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\ncollect2: error: ld returned 1 exit status",
+        "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\n"
+        "collect2: error: ld returned 1 exit status",
         "sm12x-cache clear --module NAME",
     ),
     (

@@ -22,7 +22,8 @@ from flashinfer_sm12x.build.diagnosis import JitBuildError
 CLONE_NEWNS, MS_PRIVATE, MS_REC = 0x20000, 1 << 18, 1 << 14
 
 ERRORS = {
-    errno.ENOSPC: r"No space left on device: .*\nHint: .* MiB free\) is full\. Make room, or set FLASHINFER_WORKSPACE_BASE",
+    errno.ENOSPC: r"No space left on device: .*\nHint: .* MiB free\) is full\. Make room, or set "
+    r"FLASHINFER_WORKSPACE_BASE",
     errno.EDQUOT: r"Disk quota exceeded: .*\nHint: .* is full\. Make room, or set FLASHINFER_WORKSPACE_BASE",
     errno.EROFS: r"the cache cannot be written: Read-only file system: .*\nHint: set FLASHINFER_WORKSPACE_BASE",
     errno.EACCES: r"the cache cannot be written: Permission denied: .*\nHint: set FLASHINFER_WORKSPACE_BASE",

@@ -121,7 +121,8 @@ def test_debug_build_and_embedded_ptx_which_has_a_name_of_its_own(monkeypatch: p
 
 @pytest.mark.parametrize("kind", modules.MMA_KINDS)
 def test_widths_of_sums_at_their_edges(kind: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there are."""
+    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there
+    are."""
     monkeypatch.setattr(jit_env, "FLASHINFER_WORKSPACE_DIR", workspace)
     monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
     narrowest = modules.NARROWEST_SUM
@@ -338,7 +339,8 @@ def test_pip_toolkit_alone_is_enough(gxx: str, workspace: Path) -> None:
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
     environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
     code = (
-        "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import toolchain;"
+        "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import "
+        "toolchain;"
         f"toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});"
         "plan = modules.gen_fused_moe_module().plan;"
         "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"

@@ -304,7 +304,8 @@ def test_building_reports_what_is_prebuilt(workspace: Path) -> None:
     assert not list((workspace / "other").rglob("*.o"))
 
 
-# --- what upstream's wheels have ---------------------------------------------------------------------------------------
+# --- what upstream's wheels have
+# ---------------------------------------------------------------------------------------
 
 
 PROVIDER = """

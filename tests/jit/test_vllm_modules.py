@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sm12x-build --vllm`` makes the modules of upstream's that vLLM's calls load: the calls are upstream's own functions."""
+"""``sm12x-build --vllm`` makes the modules of upstream's that vLLM's calls load: the calls are upstream's own
+functions."""
 
 from __future__ import annotations
 

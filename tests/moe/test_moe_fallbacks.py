@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way in which a MoE call may get its tactics and workspace, crossed with every form of the call.
 
-A backend that records stands in for the kernels; what each call launches is compared with :func:`expected`, which knows a
-GB10's choices by their names.
+A backend that records stands in for the kernels; what each call launches is compared with :func:`expected`, which knows
+a GB10's choices by their names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NVFP4 = ((6, "nvfp4_bf16_m8_k128"), (28, "nvfp4_bf16_m32_k128"), (64, "nvfp4_bf1
 
 
 class Kind(NamedTuple):
-    """A mode: its number for a call and for a launch, its stream, its pairs, and two of them that are not the planner's here."""
+    """A mode: its number for a call and for a launch, its stream, its pairs, and two of them that are not the planner's
+    here."""
 
     mode: int
     stream: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one. It is of calls
-of the same dtypes and layouts, on a GPU of the same name.
+"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one. It is of
+calls of the same dtypes and layouts, on a GPU of the same name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on.
 
-Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and intermediate
-sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that rings wrapped,
-that blocks took parts of more than one unit of work, and that units were cut between blocks.
+Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and
+intermediate sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that
+rings wrapped, that blocks took parts of more than one unit of work, and that units were cut between blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
 FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
-# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
+# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly
+# filled.
 TOKENS = {8: 56, 16: 100, 24: 114, 32: 130, 40: 134, 64: 160, 128: 300}
 SMS_OF_TOKENS = 48  # blocks have such shares with so many SMs
 EACH_EIGHT_BIT = pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=lambda row: row.name)
@@ -129,8 +130,8 @@ def layer_launch(device: VirtualDevice) -> Any:
 
 
 def assert_instance(launch: Any, instance: Instance) -> None:
-    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one token
-    tile, K blocks, warps."""
+    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one
+    token tile, K blocks, warps."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
     if instance.streamed:
         sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
@@ -140,7 +141,8 @@ def assert_instance(launch: Any, instance: Instance) -> None:
 def assert_shares(blocks: int, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
     """The blocks of a launch reuse stages, hold parts of more than one unit, and cut units between them.
 
-    Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having ``k_tiles``.
+    Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having
+    ``k_tiles``.
     """
     k_tiles = -(-k // instance.k_tile)
     units = sum(-(-rows // instance.token_tile) for rows in rows_of_experts) * row_tiles
@@ -337,8 +339,8 @@ def stream_modes() -> list[Any]:
     ]
 
 
-# K of 1, 2 and 4 groups of warps; of whole K blocks, and with one, two and three scale blocks in the last, whose linear scales
-# of tokens are no whole word; of few and of many units for each block.
+# K of 1, 2 and 4 groups of warps; of whole K blocks, and with one, two and three scale blocks in the last, whose linear
+# scales of tokens are no whole word; of few and of many units for each block.
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -364,8 +366,8 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     assert_instance(layer_launch(device), instance)
 
 
-# K beyond 3,072: of whole K blocks, and with one to three scale blocks in the last, where a stage's tail holds partial sums;
-# beside a short K that two and four groups of warps share.
+# K beyond 3,072: of whole K blocks, and with one to three scale blocks in the last, where a stage's tail holds partial
+# sums; beside a short K that two and four groups of warps share.
 @pytest.mark.parametrize("sizes", [(4096, 64), (3104, 192), (4576, 32), (64, 4608), (96, 3168)], ids=str)
 @pytest.mark.parametrize(("instance", "mode"), [each for each in stream_modes() if each.values[0] in LONG])
 def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
@@ -477,7 +479,8 @@ def test_a_streamed_layer_on_a_shard_some_of_whose_experts_have_no_row(device, i
 @pytest.mark.parametrize("instance", FOLDING, ids=lambda row: row.name)
 @pytest.mark.parametrize("exponent", [0, 126, 129, 200], ids=lambda e: f"scales from 2^{e - 127}")
 def test_any_weight_scale(device, instance, exponent):
-    """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
+    """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds
+    mix."""
     mode = 2 if instance.activation == "bf16" else 0
     inputs = make_moe_inputs(MoECase(3, 160, 96, 4, 2, mode, biases=False, swiglu_parameters=False), 640 + exponent)
     print("seed", 640 + exponent)
@@ -523,7 +526,8 @@ def test_any_scale_of_nvfp4(device, instance, low):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
-    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
+    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts
+    none."""
     case = MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled, weights=instance.weights)
     inputs = make_moe_inputs(case, 660 + mode)
     print("seeds", 660 + mode, 670)

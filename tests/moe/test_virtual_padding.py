@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert id -1, which vLLM gives padding tokens, contributes nothing in the kernels: on a virtual SM121 with sums of 25 bits."""
+"""Expert id -1, which vLLM gives padding tokens, contributes nothing in the kernels: on a virtual SM121 with sums of 25
+bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measure of ``scripts/compare_answers.py``: never more than the true divergence, and the true one where all is told."""
+"""The measure of ``scripts/compare_answers.py``: never more than the true divergence, and the true one where all is
+told."""
 
 from __future__ import annotations
 

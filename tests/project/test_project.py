@@ -116,7 +116,8 @@ def test_progress_is_a_line_that_moves_on_a_terminal_alone(
 
 
 def test_the_demo_runs() -> None:
-    """All of it, as ``make demo`` does once the emulator is there; what it compiles the virtual device's tests share."""
+    """All of it, as ``make demo`` does once the emulator is there; what it compiles the virtual device's tests
+    share."""
     result = subprocess.run([sys.executable, str(REPO / "tools" / "demo.py")], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     titles = re.findall(r"^([1-5])\. ", result.stdout, re.MULTILINE)

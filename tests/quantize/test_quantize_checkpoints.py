@@ -215,7 +215,8 @@ DAMAGED = {
     "a bias is missing": (without("self_attn.k_proj.bias"), r"has no tensor model\.layers\.1\.self_attn\.k_proj\.bias"),
     "blocks are short": (
         other("mlp.experts.gate_up_proj_blocks", lambda t: t[:, :-1]),
-        r"gate_up_proj_blocks is torch\.uint8 \[4, 63, 2, 16\]; by config\.json it must be torch\.uint8 \[4, 64, 2, 16\]",
+        r"gate_up_proj_blocks is torch\.uint8 \[4, 63, 2, 16\]; by config\.json it must be torch\.uint8 \[4, 64, 2, "
+        r"16\]",
     ),
     "scales are floats": (other("mlp.experts.gate_up_proj_scales", torch.Tensor.float), r"_scales is torch\.float32"),
     "a bias has bytes": (other("mlp.experts.down_proj_bias", torch.Tensor.byte), r"down_proj_bias is torch\.uint8"),

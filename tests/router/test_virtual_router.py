@@ -39,9 +39,9 @@ def off(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return torch.cat([tensor.new_zeros(elements), tensor.flatten()])[elements:].view(tensor.shape)
 
 
-# gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk; experts
-# that leave columns idle, as many as may be, no multiple of a warp's lanes, and one fewer and one more than that; as many as are chosen; blocks with several
-# groups of experts, the last of which have fewer; both.
+# gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk;
+# experts that leave columns idle, as many as may be, no multiple of a warp's lanes, and one fewer and one more than
+# that; as many as are chosen; blocks with several groups of experts, the last of which have fewer; both.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
     [
@@ -123,7 +123,8 @@ def test_what_is_no_number_stays_where_it_belongs(device: VirtualDevice, operand
 
 
 def run_both(device: VirtualDevice, first: dict[str, Any], change: Any, constant_weights: bool) -> None:
-    """Two routers, the launches of the first still in flight when the second's come: ``change`` of its results is given."""
+    """Two routers, the launches of the first still in flight when the second's come: ``change`` of its results is
+    given."""
     module = device.module(gen_router_module)
     made = []
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer objects against their functions: the same results and the same words, whatever becomes of what they were made of."""
+"""Layer objects against their functions: the same results and the same words, whatever becomes of what they were made
+of."""
 
 from __future__ import annotations
 
@@ -405,7 +406,8 @@ def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
 
 
 def _large_layer(name: str) -> tuple[Callable[[], Any], torch.Tensor]:
-    """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for itself."""
+    """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for
+    itself."""
     if name == "DenseLayer":
         weight, scales = torch.zeros(1 << 17, 320, dtype=torch.uint8), torch.zeros(1 << 17, 20, dtype=torch.uint8)
         dense, x = DenseLayer(weight, scales, weight_format="mxfp4"), torch.zeros(1, 640).bfloat16()

@@ -131,8 +131,8 @@ def run_decode(q_len: int) -> Callable[[VirtualDevice, int], None]:
     return run
 
 
-# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over: there,
-# what is told is whether one of them writes or reads what is another's.
+# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over:
+# there, what is told is whether one of them writes or reads what is another's.
 FAMILIES = {
     "prologue": run_prologue,
     "grouped GEMM": run_group_gemm,

@@ -158,7 +158,8 @@ def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork
         import flashinfer
         assert Path(flashinfer.__file__).parent == Path({str(merged)!r}, "flashinfer")
         others = [name for name, module in sys.modules.items()
-                  if name.startswith("flashinfer") and module.__file__ and not module.__file__.startswith({str(merged)!r})]
+                  if name.startswith("flashinfer") and module.__file__
+                  and not module.__file__.startswith({str(merged)!r})]
         assert others == [], others
         from flashinfer.aot import gen_all_modules, get_default_config
         import inspect

@@ -13,7 +13,8 @@ ALONE = "test_vllm_versions.py::test_vllm_is_as_without_the_fork"
 LONG: tuple[str, ...] = tuple(
     f"tests/vllm_plugin/{entry}"
     for entry in (
-        # Files whose tests share a server, and tests that start processes of vLLM's: each import of it takes ten seconds.
+        # Files whose tests share a server, and tests that start processes of vLLM's: each import of it takes ten
+        # seconds.
         "test_vllm_answers.py",
         "test_vllm_sglang.py",
         "test_vllm_chat.py",
@@ -45,8 +46,8 @@ LONG: tuple[str, ...] = tuple(
         "test_vllm_left.py::test_a_configuration_is_made_without_what_fails",
     )
 )
-"""Tests of more than ten seconds of a core, all parameters together where none are named, the longest first: entries that
-follow each other run on different days."""
+"""Tests of more than ten seconds of a core, all parameters together where none are named, the longest first: entries
+that follow each other run on different days."""
 
 
 def day_of_vllms(node: str, days: int) -> int:
@@ -59,8 +60,8 @@ def day_of_vllms(node: str, days: int) -> int:
 
 
 def left_for_another_day(node: str, share: str) -> bool:
-    """Whether a test belongs to another day than ``share``, ``DAY/DAYS``; tests that do not need vLLM run with the others,
-    every day."""
+    """Whether a test belongs to another day than ``share``, ``DAY/DAYS``; tests that do not need vLLM run with the
+    others, every day."""
     day, _, days = share.partition("/")
     if int(days) == 1:
         return False

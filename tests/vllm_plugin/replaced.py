@@ -103,7 +103,8 @@ def start_anew() -> None:
 
 
 def register(fails: Callable[[Any], bool] = lambda _: False, written: bool = False) -> None:
-    """``register()``, in which an entry for which ``fails`` cannot be replaced; ``written``: what failed had replaced it."""
+    """``register()``, in which an entry for which ``fails`` cannot be replaced; ``written``: what failed had replaced
+    it."""
     real = replacements.Replacement.replace
 
     def replace(self: Any, new: Any, through: Any = None) -> None:

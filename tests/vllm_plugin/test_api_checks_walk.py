@@ -237,7 +237,8 @@ ALSO = {
     },
     **{
         f"FusedMoEQuantConfig.{name}": "asked for by each name that moe.require_known_format() has"
-        for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant block_shape "
+        for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant "
+        "block_shape "
         "a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
     },
     "select_nvfp4_moe_backend": "its form; it is replaced in two modules that import it",

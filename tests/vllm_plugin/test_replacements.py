@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of what the plugin replaces in vLLM: how an entry is replaced and taken back, that ``docs/development.md``
-shows it, and that no line of the plugin writes elsewhere. ``test_vllm_replacements.py`` compares it with vLLM itself."""
+shows it, and that no line of the plugin writes elsewhere. ``test_vllm_replacements.py`` compares it with vLLM
+itself."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ WRITING = "setattr delattr update setdefault append extend insert pop clear add 
 
 
 def writes(path: Path) -> Iterator[str]:
-    """Lines that write to what a file imports from vLLM, or call a registration of vLLM's other than through an entry."""
+    """Lines that write to what a file imports from vLLM, or call a registration of vLLM's other than through an
+    entry."""
     imports = {name: found for name, found in touched.File(Walk({}, {}), path).imports.items() if found != OURS}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     through = {

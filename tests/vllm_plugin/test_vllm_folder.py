@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that ``sm12x-quantize`` made, by vLLM's own loader on CPU tensors: whole, on each rank, loaded anew; and folders
-that cannot be used."""
+"""Layers that ``sm12x-quantize`` made, by vLLM's own loader on CPU tensors: whole, on each rank, loaded anew; and
+folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FORMATS = ("mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8")
 MIXED = {"qkv": "nvfp4", "o": "mxfp6", "lm_head": "mxint8"}
 WITHOUT_HEAD = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "bf16"}
 ALL = [dict.fromkeys(KINDS, form) for form in FORMATS] + [MIXED]
-# A rank of four has 96 columns of O, rows of MXFP6 with padding, and 64 rows of the vocabulary, the last of them 9. vLLM's
-# gpt-oss takes no more ranks than it has heads of keys and values.
+# A rank of four has 96 columns of O, rows of MXFP6 with padding, and 64 rows of the vocabulary, the last of them 9.
+# vLLM's gpt-oss takes no more ranks than it has heads of keys and values.
 HEADS, KV_HEADS, HEAD = 12, 4, 32
 FOR_RANKS = {"head_dim": HEAD, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": 256}
 A16 = {"moe": "mxfp4-a16"}
@@ -461,7 +461,8 @@ def test_a_damaged_file_is_never_served(checkpoint_folder, copied, damage):
 
 
 def take_out(folder: Path, part: str, number: int = 1) -> None:
-    """Remove a module as if the folder had been made without it: from the manifest, from its file, with a right hash."""
+    """Remove a module as if the folder had been made without it: from the manifest, from its file, with a right
+    hash."""
     name, file = f"model.layers.{number}.self_attn.{part}", f"model.layers.{number}.self_attn.safetensors"
     tensors = {key: each for key, each in load_file(folder / file).items() if not key.startswith(f"{name}.")}
     save_file(tensors, folder / file)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of what the plugin asks the machine, or of the plugin itself: that part is left to vLLM with a line in the log,
-and the start goes on. Refusals of a user's settings still end it."""
+"""Failures of what the plugin asks the machine, or of the plugin itself: that part is left to vLLM with a line in the
+log, and the start goes on. Refusals of a user's settings still end it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ HEAD = api_checks.MODULES["head"][1]
 DECODE = api_checks.MODULES["decode"][1]
 EXPERTS = api_checks.MODULES["experts"][1]
 SHARE = (
-    "the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization 0.7: docs/troubleshooting.md, "
+    "the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization 0.7: "
+    "docs/troubleshooting.md, "
     '"Hosts that hang") is'
 )
 # What fails: its holder and name; what is then left to vLLM. Each is asked in the start of a server's configuration.

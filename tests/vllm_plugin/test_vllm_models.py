@@ -499,7 +499,8 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
 
     start()
     monkeypatch.setenv("CUDA_HOME", "/none")
-    fix = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install.*{"qkv": "bf16", "lm_head": "bf16"}"""
+    fix = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install"""
+    fix += r""".*{"qkv": "bf16", "lm_head": "bf16"}"""
     with pytest.raises(ValueError, match=fix):
         start()
     with pytest.raises(ValueError, match="flashinfer-sm12x: lm_head are to be quantized"):
@@ -710,5 +711,6 @@ def test_the_plugin_is_registered_again_and_again_and_never_raises(log, monkeypa
     plugin.register()
     assert len(calls) == 1
     assert log == [
-        "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: RuntimeError: vLLM has moved this"
+        "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: RuntimeError: vLLM has "
+        "moved this"
     ]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 experts by vLLM's methods for modelopt's and compressed-tensors' checkpoints: from the layer that vLLM builds and
-loads to its output, on CPU tensors, beside a reference in float32."""
+"""NVFP4 experts by vLLM's methods for modelopt's and compressed-tensors' checkpoints: from the layer that vLLM builds
+and loads to its output, on CPU tensors, beside a reference in float32."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Expert:
 
 
 def experts_of(seed: int, inter: int = INTER, gated: bool = True) -> list[dict[str, Expert]]:
-    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it. Without gate rows up
-    is w1."""
+    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it. Without gate rows
+    up is w1."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     made = []

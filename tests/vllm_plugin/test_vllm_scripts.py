@@ -220,9 +220,8 @@ def test_kinds_of_kernels():
     assert set(ours) == defined
     names = {f"void flashinfer::sm12x::{name}<Foo>(flashinfer::sm12x::Params)": kind for name, kind in ours.items()}
     names |= {
-        "void flashinfer::sm12x::grouped_gemm_kernel<flashinfer::sm12x::GemmConfig<(flashinfer::sm12x::Role)2, Foo> >": (
-            "dense, this fork"
-        ),
+        "void flashinfer::sm12x::grouped_gemm_kernel<flashinfer::sm12x::GemmConfig<(flashinfer::sm12x::Role)2, "
+        "Foo> >": ("dense, this fork"),
         "triton_red_fused__to_copy_add_mean_moe_forward_mul_pow_rsqrt_0": "norms and the like",
         "kernel_mha": "attention",
         "nvjet_tst_128x8_64x12_2x1_v_bz_TNT": "GEMM",

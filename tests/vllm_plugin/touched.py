@@ -2,9 +2,9 @@
 """What the plugin's code touches of vLLM, found by walking its syntax trees, without importing vLLM.
 
 Each expression whose attribute is read gets a type: a class of vLLM's, an object that a module imports from vLLM, or
-:data:`OURS`, of which anything may be read. Types come from imports, annotations and assignments; what these do not tell
-stands in ``NAMES`` and ``VALUES``, by hand. An expression whose type nothing tells is an error, so that no attribute is
-left out.
+:data:`OURS`, of which anything may be read. Types come from imports, annotations and assignments; what these do not
+tell stands in ``NAMES`` and ``VALUES``, by hand. An expression whose type nothing tells is an error, so that no
+attribute is left out.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class File:
     def type_of(
         self, node: ast.expr, function: Function | None, cls: ast.ClassDef | None, record: bool = False, depth: int = 0
     ) -> str:
-        """The type of an expression; ``?`` and a reason where nothing tells. ``record``: note what it touches itself."""
+        """The type of an expression; ``?`` and a reason where nothing tells. ``record``: note what it touches
+        itself."""
         known = self.named_class(node, function)
         if known is not None and not (record and isinstance(node, (ast.Attribute, ast.Call))):
             return known

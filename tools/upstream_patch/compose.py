@@ -36,8 +36,8 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there, and a
-    virtual device the GPU.
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there, and
+    a virtual device the GPU.
 
     ``__doc__`` is a module's docstring.
     """

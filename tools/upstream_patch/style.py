@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's formatting: its licence header, its line lengths, its formatters.
 
-Their settings are those of upstream's repository in August 2026: the wheel has none. Comments and paragraphs of docstrings
-are wrapped here: ruff leaves them as they are.
+Their settings are those of upstream's repository in August 2026: the wheel has none. Comments and paragraphs of
+docstrings are wrapped here: ruff leaves them as they are.
 """
 
 from __future__ import annotations

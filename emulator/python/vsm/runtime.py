@@ -248,7 +248,8 @@ def activate_runtime() -> Runtime:
         others = [path for path in loaded_libraries(name) if path.parent.resolve() != directory.resolve()]
         if others and _handle(name) != _handle(str(directory / name)):
             raise VsmError(
-                f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not the "
+                f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not "
+                "the "
                 "virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "
                 f"LD_PRELOAD={directory / _LIBRARIES[0]}"
             )

@@ -39,7 +39,8 @@ def out_of_order(target: Target, kind: str, launches: int = LAUNCHES, blocks: in
 
 
 def cost(target: Target, kind: str) -> dict[str, float]:
-    """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA graph."""
+    """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA
+    graph."""
     steps = new_steps(target, LAUNCHES)
     host = []
 
