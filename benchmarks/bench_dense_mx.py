@@ -204,7 +204,7 @@ def load_humming(_: Path | None) -> list[Peer]:
 
 
 PEERS = {"marlin": load_marlin, "humming": load_humming}
-"""Peers besides cuBLAS, by name."""
+"""Peers in addition to cuBLAS, by name."""
 
 
 def peer_attempts(

@@ -452,7 +452,7 @@ def called(device: VirtualDevice, call: Callable[[], Any], fixed: tuple[float, f
 
 
 def router_kernel(device: VirtualDevice, model: str, tokens: int) -> Kernel:
-    """This fork's router with the norm in front of it."""
+    """This fork's router with the norm before it."""
     size = MODELS[model]
     inputs = make_router_inputs(tokens, size.hidden, size.experts, size.top_k, 0, adds=True, norms=True, bias=True)
     call = functools.partial(router_top_k, **inputs, constant_weights=True)

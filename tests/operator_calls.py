@@ -282,7 +282,7 @@ def put_tensor(arguments: Arguments, place: tuple[str, int | None], value: Any) 
 
 
 def _overlay(arguments: Arguments, written: tuple[str, int | None], other: tuple[str, int | None], offset: int) -> None:
-    """Put two tensors into one memory, the one that is written ``offset`` bytes behind the other."""
+    """Put two tensors into one memory, the one that is written ``offset`` bytes after the other."""
     first, second = get_tensor(arguments, other), get_tensor(arguments, written)
     memory = torch.zeros(max(first.nbytes, second.nbytes + offset) + 128, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 128 :]

@@ -122,7 +122,7 @@ class LayerCall:
 
 
 def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
-    """Layers one behind the other in one workspace, with the launches of one still in flight when the next begins."""
+    """Layers one after the other in one workspace, with the launches of one still in flight when the next begins."""
     (weights,) = {call.inputs.weights for call in calls}
     module = sm12x_launch.moe_module(device, weights)
     problems = [problem_of(call.inputs, call.mode) for call in calls]

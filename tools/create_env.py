@@ -181,7 +181,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fail(message: str, output: str = "", program: str = "create_env.py") -> int:
-    """One line: with the fix if what pip or another program said is known, else behind all that it said."""
+    """One line: with the fix if what pip or another program said is known, else after all that it said."""
     for pattern, fix in FIXES.items():
         if match := re.search(pattern, output):
             message, output = f"{message} ({match[0]}): {fix}", ""

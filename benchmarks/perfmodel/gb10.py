@@ -53,7 +53,8 @@ FIXED_US = {
     "attention": (8.0, 16.0),
     "decode_attention": (5.0, 12.0),
 }
-"""Microseconds, fast and slow, that a call takes besides its busiest resource: its launches in a graph, tails and gaps.
+"""Microseconds, fast and slow, that a call takes in addition to its busiest resource: its launches in a graph, tails
+and gaps.
 
 MoE: an H200 takes 14 us at one token beyond its bytes and arithmetic. dense: one launch; an H200 takes 10 us at one
 token beyond its bytes, with no earlier launch to hide a part of that. small: a norm or an elementwise kernel of

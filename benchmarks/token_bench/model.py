@@ -228,7 +228,7 @@ class Model:
         device, sequences = self.embedding.device, step.sequences
         position = torch.arange(step.context - step.new, step.context, device=device)
         pages = -(-step.context // PAGE)
-        # A windowed layer needs none of the pages in front of the window: all of those are page 0.
+        # A windowed layer needs none of the pages before the window: all of those are page 0.
         old = max(0, step.context - step.new - self.size.window) // PAGE
 
         def cache(first: int) -> Cache:
@@ -337,7 +337,7 @@ class Model:
         return self.attention if step.new == 1 else self.prefill_attention
 
     def _router(self, layer: Layer, residual: torch.Tensor) -> dict[str, Any]:
-        """Arguments that both of the fork's routers take besides rows and weight."""
+        """Arguments that both of the fork's routers take in addition to rows and weight."""
         return {
             "bias": layer.router[1], "residual": residual, "norm_weight": layer.norms[1], "eps": EPSILON,
             "constant_weights": True,

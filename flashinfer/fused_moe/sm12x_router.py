@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts' router with the RMSNorm in front of it: two launches where vLLM's layers take four."""
+"""A mixture of experts' router with the RMSNorm before it: two launches where vLLM's layers take four."""
 
 from __future__ import annotations
 

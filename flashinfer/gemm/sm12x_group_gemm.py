@@ -90,7 +90,7 @@ def validate(call: GroupGemmCall) -> torch.dtype:
     if not 1 <= groups <= MAX_EXPERTS:
         raise ValueError(f"b is {describe(b)}; it must hold 1 to {MAX_EXPERTS} groups")
     require_k_alignment("k (b.shape[2] * 2)", k)
-    # The last group's scales start less than 128 rows behind each group's end.
+    # The last group's scales start less than 128 rows after each group's end.
     require_int("cum_m (a.shape[0])", cum_m, 0, INT32_MAX - 127 * groups, "since rows of scales count in int32")
     require_activation_bytes("cum_m (a.shape[0])", cum_m, k)
     if n <= 0 or n % ROW_ALIGNMENT or n > INT32_MAX:

@@ -225,7 +225,7 @@ def dequantize_mxint8_linear(values: torch.Tensor, scales: torch.Tensor) -> torc
 # --- MXFP6: the layout of a row (sm12x/types.h) -----------------------------------------------------------------------
 
 K_BLOCK = 128
-"""Elements whose nibbles lie together, with their pairs of bits behind them; a row's last K block may be shorter."""
+"""Elements whose nibbles lie together, with their pairs of bits after them; a row's last K block may be shorter."""
 _BLOCKS = K_BLOCK // BLOCK_SIZE
 
 

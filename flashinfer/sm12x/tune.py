@@ -50,7 +50,7 @@ class Runner(TunableRunner):
         return self._profile_cache[tokens]
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """Facts besides the shapes that tell saved tactics apart; the same in every process."""
+        """Facts in addition to the shapes that tell saved tactics apart; the same in every process."""
         raise NotImplementedError
 
     def names(self, tokens: int) -> list[str]:

@@ -20,7 +20,7 @@ EXP2_ERROR = 2.0**-22  # relative, of ex2.approx.ftz (PTX ISA, section on ex2): 
 
 @dataclasses.dataclass
 class DecodeCase:
-    """A call, and the cache in front of it."""
+    """A call, and the cache before it."""
 
     arguments: dict[str, Any]
     keys: torch.Tensor

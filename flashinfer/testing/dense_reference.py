@@ -54,7 +54,7 @@ TOKENS_OF = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "mxfp4"}
 
 @dataclasses.dataclass(frozen=True)
 class DenseCase:
-    """A call: sizes, formats, and what besides the product it has.
+    """A call: sizes, formats, and what in addition to the product it has.
 
     ``tokens`` is one of :data:`TOKENS`, ``weights`` of :data:`WEIGHTS`.
     """

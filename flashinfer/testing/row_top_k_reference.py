@@ -24,7 +24,7 @@ def with_unusual_outputs(kind: str, m: int, n: int) -> tuple[dict[str, Any], tor
     logits.
 
     ``kind``: ``equal`` (all), ``nan`` (many), ``first nan``, ``-inf`` (all but the last), ``inf`` (some), ``zeros`` (-0
-    in front of 0).
+    before 0).
     """
     weight, linear = quantize_mxfp4(torch.zeros(n, 64))
     bias = torch.linspace(-5, 5, n)

@@ -161,7 +161,7 @@ def _named_by(word: str, after: str) -> tuple[str, str]:
 
 
 def searched_by(words: Sequence[str], start: str | Path) -> tuple[list[str], list[str]]:
-    """The folders in which a command looks for headers, and the files that it reads besides the source.
+    """The folders in which a command looks for headers, and the files that it reads in addition to the source.
 
     Args:
         words: The command's flags.

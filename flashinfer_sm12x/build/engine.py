@@ -390,7 +390,8 @@ class BuildHashes:
         }
 
     def _commands(self, step: CompileStep) -> list[Any]:
-        """A step's command, its compilers' identities and their environment: the part of its hash besides the files."""
+        """A step's command, its compilers' identities and their environment: the part of its hash in addition to the
+        files."""
         words = self._inputs.flags(step.flags)
         unnamed = ["-ccbin", self._environment.get("NVCC_CCBIN") or "gcc"]
         hosts = host_compilers(words, self._plan.folder) or host_compilers(unnamed, self._plan.folder)

@@ -27,7 +27,7 @@ GUESTS = {
 
 
 def prepend(variable: str, entry: object) -> str:
-    """A command that puts a folder in front of what a variable lists."""
+    """A command that puts a folder before what a variable lists."""
     return f"export {variable}={shlex.quote(str(entry))}${{{variable}:+:${variable}}}"
 
 

@@ -69,8 +69,8 @@ WEIGHTS: dict[str, Format] = {
     "mxfp4": _ours("mxfp4"),
     "mxfp4-amax": _ours("mxfp4", "amax"),
 }
-"""Formats of weights besides bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest magnitude's,
-as upstream's do."""
+"""Formats of weights in addition to bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest
+magnitude's, as upstream's do."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """The formats that the plugin quantizes to."""

@@ -122,7 +122,7 @@ def rounding(subject: Subject, choice: Choice) -> Iterator[None]:
 
 
 def batch(windows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows as rows ``[windows, tokens]``, and where their tokens are: no token sees those behind it, so that what
+    """Windows as rows ``[windows, tokens]``, and where their tokens are: no token sees those after it, so that what
     fills a row up is never seen."""
     size = max(map(len, windows))
     ids = torch.tensor([[*window, *[0] * (size - len(window))] for window in windows], device=device)

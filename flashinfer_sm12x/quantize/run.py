@@ -4,8 +4,8 @@ quantizes QKV, does the same for O, and goes on through the quantized layers; th
 quantized for the inputs that it will have in service.
 
 transformers' code runs the model, with gpt-oss's experts packed on this fork's operator, so that a Spark's memory
-suffices. Besides the model, memory holds at most one layer's float64 copy (16,384 rows of the head's), or, while losses
-are measured, the head twice in float32, before and after.
+suffices. In addition to the model, memory holds at most one layer's float64 copy (16,384 rows of the head's), or, while
+losses are measured, the head twice in float32, before and after.
 
 If a layer's file exists, it is read and the layer is not quantized again. The forward pass up to it is the same, so an
 interrupted run that is resumed ends with the same bytes as one that was not interrupted.
@@ -245,7 +245,7 @@ class Turn:
         self.found: list[Quantized] = []
 
     def weight(self, layers: Layers, inputs: torch.Tensor) -> BlockScaledWeight:
-        """The layers' quantized weight: the file's if there is one, which is written behind the last of its layers if
+        """The layers' quantized weight: the file's if there is one, which is written after the last of its layers if
         not."""
         if layers is self.wanted[0] and self.file in self.run.manifest.files:
             self.there = self.run.read(self.file, self.wanted)

@@ -2,9 +2,9 @@
 """QKV, O and the LM head in a block-scaled format, quantized while they are loaded or before, on this fork's kernels.
 
 A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows, and freed before the next one:
-besides the model, memory holds at most one layer's bf16 copy. A layer from a folder of ``sm12x-quantize`` replaces the
-checkpoint's weight after a hash has shown that this is the weight that was quantized. With ``--linear-backend`` vLLM's
-kernel of that name computes instead, if vLLM has the format.
+in addition to the model, memory holds at most one layer's bf16 copy. A layer from a folder of ``sm12x-quantize``
+replaces the checkpoint's weight after a hash has shown that this is the weight that was quantized. With
+``--linear-backend`` vLLM's kernel of that name computes instead, if vLLM has the format.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class DecodeSteps:
         workspace: torch.Tensor,
         barrier: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them: with those in
+        """Hidden states ``[rows, hidden]`` after the last norm, as ``GptOssModel.forward`` returns them: with those in
         front of the layers that a draft reads (EAGLE3), if it reads any."""
         hidden = self.model.embed_input_ids(input_ids)
         residual = None

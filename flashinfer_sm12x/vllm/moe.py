@@ -585,7 +585,7 @@ def prepared_for_quark(prepare_gpt_oss: Callable[..., Any]) -> Callable[..., Any
 
 
 def install() -> None:
-    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
+    """Put :func:`ours_first` before vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
 
     They have no registry: each method's module looks its functions up at each call.
     """

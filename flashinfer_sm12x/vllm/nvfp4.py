@@ -108,7 +108,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up
+    """Put :func:`ours_first` before the selection in modelopt's and compressed-tensors' modules, which look it up
     at each call."""
     with replacements.installing("nvfp4") as selections:
         for selection in selections:

@@ -135,7 +135,7 @@ def test_one_position_that_all_heads_want(device: VirtualDevice, position: int) 
 
 
 def test_a_used_workspace_and_another_size(device: VirtualDevice) -> None:
-    """Counters are zero again behind each call, whatever the splits were."""
+    """Counters are zero again after each call, whatever the splits were."""
     workspace = torch.zeros(4 << 20, dtype=torch.uint8)
     for lengths in ([600, 512], [1500], [40] * 5, [600, 512]):
         run(device, make_decode_case(lengths, 1, len(lengths)), workspace_buffer=workspace)
@@ -164,7 +164,7 @@ def test_nothing_is_written_without_new_keys(device: VirtualDevice) -> None:
 
 
 def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> None:
-    """A layer's attention behind another's, whose results are its queries, and which wrote its cache: in flight
+    """A layer's attention after another's, whose results are its queries, and which wrote its cache: in flight
     together."""
     module = device.module(gen_decode_module)
     first = make_decode_case([340, 35], 1, 21)

@@ -154,7 +154,7 @@ def test_a_kernel_of_the_forks_takes_several_parts(
 
 
 def test_launches_that_a_decode_step_does_without() -> None:
-    """The norm in front of QKV up to eight tokens, the router's top-k at one, and what packs tokens for W4A16's
+    """The norm before QKV up to eight tokens, the router's top-k at one, and what packs tokens for W4A16's
     stream."""
 
     def rows(tokens: int, **named: Any) -> dict[str, model.Row]:

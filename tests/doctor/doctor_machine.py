@@ -294,7 +294,7 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return Diagnosis(json.loads(result.stdout), result.returncode, time.monotonic() - started)
 
     def paste(self, commands: list[str]) -> tuple[Diagnosis, dict[str, str], list[int]]:
-        """Run commands in one shell, and the doctor behind them there: what it says, the variables, the exit
+        """Run commands in one shell, and the doctor after them there: what it says, the variables, the exit
         statuses."""
         root, doctor = shlex.quote(str(self.root)), shlex.join(map(str, (self.python, DOCTOR)))
         lines = ["exec 3>&1 >/dev/null", *(f"{command}\necho $? >> {root}/statuses" for command in commands)]

@@ -121,7 +121,7 @@ def test_arrivals_without_their_fence_are_found(compiled: Compiled, monkeypatch:
 
 
 def test_fences_stand_in_one_place() -> None:
-    """Every ``mbarrier.arrive`` of the family is one of ``ptx/sync.cuh``, and has the fence in front of it."""
+    """Every ``mbarrier.arrive`` of the family is one of ``ptx/sync.cuh``, and has the fence before it."""
     for path in sorted((fork_root() / "include" / "flashinfer").rglob("*.cuh")):
         text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
         if path.name != "sync.cuh":

@@ -320,7 +320,7 @@ def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> i
         unit = torch.eye(case.num_experts, dtype=torch.bfloat16, device=device)
         routed = router_top_k(logits.bfloat16(), unit, case.top_k, is_padding=padding)
         scales, ids = routed.topk_weights, routed.topk_ids
-        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen in front of the layer, by torch's softmax
+        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen before the layer, by torch's softmax
             scales, chosen = choose_experts(logits, case.top_k, padding)
             assert torch.equal(chosen, ids), f"a step's {case}, seed {seed}: other experts"
         wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=scales, **arguments)

@@ -296,7 +296,7 @@ def test_a_call_launches_what_its_form_and_way_say(way: Way, kind: Kind, module:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_no_way_is_remembered_for_the_next_call(kind: Kind, module: RecordingModule, tuned: Any) -> None:
-    """One device, each way behind another, in one order and back."""
+    """One device, each way after another, in one order and back."""
     for way, form in itertools.product((*WAYS.values(), *reversed(WAYS.values())), (FORMS[0], FORMS[18], FORMS[75])):
         wanted = expected(kind, form, way)
         if wanted.refused:

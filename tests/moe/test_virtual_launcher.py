@@ -234,7 +234,7 @@ def sparse(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
-    """More than 2^31 elements of outputs and more than 2^32 bytes of tokens lie in front of the one group there is."""
+    """More than 2^31 elements of outputs and more than 2^32 bytes of tokens lie before the one group there is."""
     n, k, far, rows = 1024, 4096, 1 << 21, 5
     near = make_group_gemm_inputs([rows], n, k, 12)
     a, a_scale = sparse(far + rows, k), sparse(far + 128, k // 32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of a layer's launches, blocks and warps, on the virtual SM121 with every checker on.
 
-Layers stand one behind the other, because much of what a launch must wait for is what the launch before it still does.
+Layers stand one after the other, because much of what a launch must wait for is what the launch before it still does.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def by_definition(weight: torch.Tensor, gram: torch.Tensor, form: Any) -> torch.
 
     while left:
         block = best_rest()[:, :size]
-        # The cost of a column's error when the rest makes up for it: the Schur complement of the columns behind it.
+        # The cost of a column's error when the rest makes up for it: the Schur complement of the columns after it.
         costs = []
         for i in range(size):
             behind = left[i + 1 :]

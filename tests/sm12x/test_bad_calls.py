@@ -2,7 +2,7 @@
 """Bad calls of all operators, a row each: what is changed of a right call, and what the error says.
 
 ``test_every_argument.py`` asks that an error name the argument and what was given, also where that is ``None`` or on
-meta; here stand the words behind it, and mistakes that only one operator knows.
+meta; here stand the words after it, and mistakes that only one operator knows.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def test_each_fact_of_a_tensor_is_known() -> None:
 
 def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
     """Address, shape and the storage's size stay; a storage that starts earlier ends earlier, here 64 bytes before the
-    first one, and a resize would let the tensor end behind it."""
+    first one, and a resize would let the tensor end after it."""
     memory, size = bytearray(512), 256
     first = next(
         place for place in range(64) if torch.frombuffer(memory, dtype=torch.uint8)[place].data_ptr() % 64 == 0

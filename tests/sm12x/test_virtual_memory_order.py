@@ -166,7 +166,7 @@ def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
-    """One unit began before the block's share, and one goes on behind it: each part has a place of its own."""
+    """One unit began before the block's share, and one goes on after it: each part has a place of its own."""
     inputs = make_moe_inputs(MoECase(6, 384, 1600, 2, 2, int(mode)), 7)
     with virtual_device(watch=ALL_CHECKERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))

@@ -184,7 +184,7 @@ ALSO_VALID = {
     ("normed_dense_reference", "residual"): None,  # `total` is read in its place
 }
 """What is no error: a tensor of any shape that a format has, such as a last block that is not whole, and rows of scales
-behind the last one."""
+after the last one."""
 
 
 def test_every_function_is_checked_and_tried() -> None:

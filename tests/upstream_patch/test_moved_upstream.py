@@ -67,7 +67,7 @@ def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
             line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in messages
         ), messages
     assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in messages)
-    # Topics that nothing has happened to are not named, or as those that fit: lean-module, but what is behind it not.
+    # Topics that nothing has happened to are not named, or as those that fit: lean-module, but what is after it not.
     names = ("architectures", "cublas-headers", "group-gemm-scales", "lean-module")
     assert fit == f"These topics fit: {' '.join(f'--topic {name}' for name in names)}"
     assert {line.partition(":")[0] for line in messages} == {"group-gemm", "dense", "xqa-copies"}

@@ -289,7 +289,7 @@ def test_windows_of_different_lengths_are_vllms(loaded):
 
 
 def test_a_draft_reads_the_states_that_vllms_layers_give_it(loaded):
-    """EAGLE3: in front of any layer, and behind the last."""
+    """EAGLE3: before any layer, and after the last."""
     from vllm.forward_context import get_forward_context, set_forward_context
 
     config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxint8"}, *DRAFT)
@@ -318,7 +318,7 @@ def test_a_draft_reads_the_states_that_vllms_layers_give_it(loaded):
 
 
 def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(loaded, monkeypatch):
-    """The run in front of a capture is vllm's, behind one of the executor's for each number of rows."""
+    """The run before a capture is vllm's, behind one of the executor's for each number of rows."""
     config, model = loaded({})
     steps = Paged(config, model)
     eager, _ = answers(steps)

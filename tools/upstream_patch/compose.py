@@ -50,7 +50,7 @@ def with_definitions(text: str) -> str:
 
 
 def definitions(source: str, names: Iterable[str]) -> str:
-    """Top-level definitions of a Python module of this fork, in its order, with the comments in front of them.
+    """Top-level definitions of a Python module of this fork, in its order, with the comments before them.
 
     Raises:
         ExportError: one is not there.

@@ -101,7 +101,7 @@ def test_independent_progress_of_lanes(run_kernel):
 
 
 # Lane 0 and lanes 1 to 31 of warp 0 come by different ways to one barrier: either way may lead to an exit, so no point
-# before the kernel's end is common to both. Warp 1 writes what they read behind it, and is late.
+# before the kernel's end is common to both. Warp 1 writes what they read after it, and is late.
 PARTED = """.visible .entry k(.param .u64 out) {{ .reg .pred %p, %q; .reg .b32 %r<9>; .reg .b64 %w<2>;
   .shared .align 4 .b8 s[256];
   ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shl.b32 %r3, %r0, 2; mov.u32 %r4, s; add.u32 %r4, %r4, %r3;

@@ -86,7 +86,7 @@ FAULTS = {
     "membar.cta": grid_barrier("membar.cta;" + RELAXED, RELAXED_POLL, after="membar.gl;" + SYNC),
     "arrival not behind the other warp's stores": grid_barrier(before="bar.warp.sync -1;"),
     "arrival not behind any other thread's stores": grid_barrier(before=""),
-    # A fence makes a release with a write behind it in its own thread, an acquire with a read before it in its own.
+    # A fence makes a release with a write after it in its own thread, an acquire with a read before it in its own.
     "each thread fences, another arrives": grid_barrier(RELAXED, before=FENCE + SYNC),
     "the others fence behind the barrier": grid_barrier(RELAXED, before=SYNC + "@!%p " + FENCE),
     "last block sums without the fence": last_block_sums(""),

@@ -69,7 +69,7 @@ def run(device: Device, copy: tuple[str, str], y: int, rows: int, **changes) -> 
 @pytest.mark.parametrize("rows", [ROWS + 1, 2 * ROWS, 1 << 20])
 @pytest.mark.parametrize("copy", COPIES)
 def test_planted_fault_is_named(device: Device, copy: str, rows: int) -> None:
-    """The box lies across the end of the allocation, or one byte row behind it."""
+    """The box lies across the end of the allocation, or one byte row after it."""
     for y in (ROWS - BOX + 1, ROWS):
         launch = run(device, COPIES[copy], y, rows)
         (report,) = launch.reports

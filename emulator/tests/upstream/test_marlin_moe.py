@@ -109,7 +109,7 @@ def test_grouped_gemm(build, run_checked, tmp_path, tokens):
               np.array([padded.size], np.int32), weights)  # fmt: skip
     (tmp_path / "in").write_bytes(b"".join(array.tobytes() for array in arrays))
     # What the checkers find, with no effect on what is stored: rows of a block without a route are multiplied as shared
-    # memory has them; behind the last tile of K each warp loads registers from the stage that would be next, which
+    # memory has them; after the last tile of K each warp loads registers from the stage that would be next, which
     # nothing filled, or where with the smaller tiles another warp puts its partial sums already.
     known = {"uninitialized read": ("ldmatrix.", "ld.shared.")} | (RACE if tokens < 64 else {})
     command = (build(tokens), tokens, TOP_K, EXPERTS, N, K, padded.size, tmp_path / "in", tmp_path / "out")
@@ -125,7 +125,7 @@ def test_grouped_gemm(build, run_checked, tmp_path, tokens):
             expected = weight * (values[expert] @ a[token])
             magnitude = weight * (np.abs(values[expert]) @ np.abs(a[token]))
             # Elements times scales are exact in bf16. The sum is rounded to float32 once for each 16 of K and where
-            # partial sums meet (8 of a block, up to 8 blocks), to bf16 before the route's weight and behind it (2^-8
+            # partial sums meet (8 of a block, up to 8 blocks), to bf16 before the route's weight and after it (2^-8
             # each).
             bound = 2.0**-7 * (1 + 2.0**-9) * np.abs(expected) + 2.0**-24 * (K // 16 + 16) * magnitude
             share = np.max(np.abs(got[token, route] - expected) / bound)

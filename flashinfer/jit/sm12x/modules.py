@@ -7,7 +7,7 @@
 ``fused_moe_120_<instance>``     another instance, registered with one of the modules above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
-``router_sm12x``                 a mixture of experts' router, with the norm in front of it
+``router_sm12x``                 a mixture of experts' router, with the norm before it
 ``decode_sm12x``                 decode attention, with rope and append
 ``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x.doctor.probe``)
 ===============================  =================================================================
