@@ -97,7 +97,7 @@ MXFP8, BF16 = 1 + 1 / SCALE_BLOCK, 2.0
 SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
 """Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows
 gathered by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
-MENDED_US = 15.0, 12.0
+ONCE_FIXED_US = 15.0, 12.0
 """What the layer saves, fast and slow, once those loops are fixed."""
 PEERS = {
     "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8), (SUPPORT_US, SUPPORT_US)),
@@ -108,7 +108,7 @@ PEERS = {
         128,
         (MXFP8, BF16),
         (2 * BF16, MXFP8),
-        (SUPPORT_US - MENDED_US[0], SUPPORT_US - MENDED_US[1]),
+        (SUPPORT_US - ONCE_FIXED_US[0], SUPPORT_US - ONCE_FIXED_US[1]),
     ),
     "Marlin": Peer("Marlin", "bf16", 256, 128, (BF16,), (2 * BF16, BF16)),
 }

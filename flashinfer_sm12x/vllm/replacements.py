@@ -4,7 +4,7 @@
 :data:`TABLE` lists it; nothing else of the plugin writes there. A part's ``install()`` replaces its entries within
 :func:`installing`, which makes all of them or none. ``docs/development.md`` shows the table.
 
-Like :mod:`.contacts` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one
+Like :mod:`.api_checks` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one
 server (its config, its layers) is not listed here: those end with the server.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import api_checks
-from .contacts import LAYERS, MODELS
+from .api_checks import LAYERS, MODELS
 
 _MISSING: Any = object()
 
