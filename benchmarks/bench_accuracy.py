@@ -35,7 +35,8 @@ from flashinfer_sm12x.quantize.endings import in_a_line, running
 from flashinfer_sm12x.quantize.files import read_text, require_writable
 
 EXPERTS = (
-    'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '
+    'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is '
+    "exact, "
     "each chunk of a long prompt is rounded. Error of the outputs; times of gpt-oss-120b's own layer, predicted."
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,7 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--choices",
         type=several,
-        help='with ; between: a preset, a format, pairs such as "qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
+        help="with ; between: a preset, a format, pairs such as "
+        '"qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
         "folder= and what sm12x-quantize made of the same model",
     )
     parser.add_argument(
@@ -90,17 +92,17 @@ def report(subject: models.Subject, windows: list[list[int]], text: str, found: 
     weights = [each for each in found if not each.choice.modes or each.published]
     modes = [each for each in found if each.choice.modes and not each.published]
     tokens = sum(len(window) - 1 for window in windows)
-    told = [
+    output = [
         f"{subject.name}: {tokens:,} predicted tokens in {len(windows)} windows of {text}; in brackets 95 % intervals."
     ]
     if subject.note:
-        told.append(f"The reference: {subject.note}.")
+        output.append(f"The reference: {subject.note}.")
     if weights:
-        told.append(results.table(weights, subject.name, results.frontier(weights)))
-        told.append("Bold: the frontier. Nothing that is predicted faster loses less.")
+        output.append(results.table(weights, subject.name, results.frontier(weights)))
+        output.append("Bold: the frontier. Nothing that is predicted faster loses less.")
     if modes:
-        told.append(results.table(modes, subject.name))
-    return "\n\n".join(told)
+        output.append(results.table(modes, subject.name))
+    return "\n\n".join(output)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,11 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
         scores = measure.scores(subject, windows, wanted)
     found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
     modes = "" if arguments.choices else f"\n\n{EXPERTS}\n\n{experts.table()}"
-    told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
+    output = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}.md"
-    replace_bytes(path, (told + "\n").encode())
-    print(f"\n{told}\n\nwrote {path}")
+    replace_bytes(path, (output + "\n").encode())
+    print(f"\n{output}\n\nwrote {path}")
     picture = path.with_suffix(".svg")
     weights = [each for each in found if not each.choice.modes or each.published]
     try:

@@ -10,8 +10,8 @@
     make bench BENCH_ARGS=--predict                 # GB10, predicted; the default on a machine without a GPU
 
 The floor is a plain streaming read of the weights and scales that a batch touches.  Peers are measured where they are
-found: Marlin in vLLM, installed or in the folder that --vllm names, triton_kernels where it is installed or in that vLLM,
-HUMMING where it is installed (it groups rows by vLLM's library).  All run in this process, on the same routing.
+found: Marlin in vLLM, installed or in the folder that --vllm names, triton_kernels where it is installed or in that
+vLLM, HUMMING where it is installed (it groups rows by vLLM's library).  All run in this process, on the same routing.
 
 Every number is the median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the
 layer.  ``FLASHINFER_SM12X_MOE=1`` is set for this process, so that a Hopper runs this family too.  Results are compared

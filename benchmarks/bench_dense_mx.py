@@ -5,11 +5,11 @@
     python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --peers marlin
 
 The floors are plain streaming reads of the weights and scales in each format. cuBLAS multiplies the same weight in
-bfloat16; Marlin is vLLM's W4A16 kernel, installed or in the folder that --vllm names; HUMMING, where it is installed, takes
-each format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8). Every number is the
-median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the layer. All are compared with
-float64 on some rows of the weight before they are timed: ours against its error bound, and the exit status is 1 where it
-disagrees; peers against a tolerance: one that disagrees or fails is marked.
+bfloat16; Marlin is vLLM's W4A16 kernel, installed or in the folder that --vllm names; HUMMING, where it is installed,
+takes each format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8). Every
+number is the median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the layer. All
+are compared with float64 on some rows of the weight before they are timed: ours against its error bound, and the exit
+status is 1 where it disagrees; peers against a tolerance: one that disagrees or fails is marked.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def load_humming(_: Path | None) -> list[Peer]:
 
 
 PEERS = {"marlin": load_marlin, "humming": load_humming}
-"""Peers besides cuBLAS, by name."""
+"""Peers in addition to cuBLAS, by name."""
 
 
 def peer_attempts(

@@ -5,8 +5,8 @@
     python benchmarks/bench_report.py --probe sm12x-probe.json                 # the doctor's report is there already
     python benchmarks/bench_report.py --probe p.json --token report_token.json # a page of earlier runs: no GPU needed
 
-Runs ``python -m flashinfer sm12x-doctor --probe`` and one decode step of ``bench_token.py``, then says which assumption of
-the prediction the measurements contradict. The page has no host name, no user name and no path.
+Runs ``python -m flashinfer sm12x-doctor --probe`` and one decode step of ``bench_token.py``, then says which assumption
+of the prediction the measurements contradict. The page has no host name, no user name and no path.
 """
 
 from __future__ import annotations

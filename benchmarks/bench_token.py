@@ -4,17 +4,18 @@
     python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
     python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
-    python benchmarks/bench_token.py --predict --draft eagle3 --drafted 0,1,2 --accepted 0.61  # when drafting pays on a GB10
-    python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the same model
-    python -m flashinfer sm12x-build --vllm bf16              # compile what they need
+    python benchmarks/bench_token.py --predict --draft eagle3 --drafted 0,1,2 --accepted 0.61  # when drafting pays on a
+    GB10 python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the
+    same model python -m flashinfer sm12x-build --vllm bf16              # compile what they need
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
     python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
 
 The model has gpt-oss' sizes, random weights and all layers, each with its own weights (a step reads gigabytes, L2 holds
-megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k, MoE,
-LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers; ``fork``, this
-fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where vLLM is installed and
-torch's where it is not. Each row of a table names who computed it; a stack that cannot be built is told with the reason.
+megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k,
+MoE, LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers;
+``fork``, this fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where
+vLLM is installed and torch's where it is not. Each row of a table names who computed it; a stack that cannot be built
+is told with the reason.
 """
 
 from __future__ import annotations
@@ -41,11 +42,9 @@ from perfmodel.step import (
     TOKENS_BESIDE,
     Predicted,
     Step,
+    assumptions,
     formats_of,
     from_report,
-)
-from perfmodel.step import (
-    told as assumptions,
 )
 from timing import allow, file, machine, names, numbers, reason, report_of
 from token_bench import check, hindcast, measure, operators, picture, predict, results
@@ -207,20 +206,20 @@ def measure_all(
 def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str) -> None:
     """Print the overview; write it with each step's table beside the JSON, and the picture."""
     rate = about["read_gb_per_second"]
-    told = [", ".join(f"{key} {value}" for key, value in about.items()), results.overview(steps, rate)]
-    print("\n\n".join(told))
+    output = [", ".join(f"{key} {value}" for key, value in about.items()), results.overview(steps, rate)]
+    print("\n\n".join(output))
     for step in steps:
         if step.rows:
-            told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.step.kv}")
+            output.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.step.kv}")
             if step.replay is not None:
                 fastest, slowest = step.replay.fastest, step.replay.slowest
-                told.append(f"a replay: {step.replay.median:,.1f} us ({fastest:,.1f} to {slowest:,.1f})")
-            told.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
+                output.append(f"a replay: {step.replay.median:,.1f} us ({fastest:,.1f} to {slowest:,.1f})")
+            output.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
             if step.kernels:
-                told.append(results.by_kernel(step))
+                output.append(results.by_kernel(step))
     folder.mkdir(parents=True, exist_ok=True)
     with written_whole(folder / f"{name}.md") as scratch:
-        scratch.write_text("\n\n".join(told) + "\n", encoding="utf-8")
+        scratch.write_text("\n\n".join(output) + "\n", encoding="utf-8")
     print(f"wrote {folder / name}.md")
     bars = [
         picture.Bar(
@@ -248,13 +247,13 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     """The predicted GB10's tables and picture."""
     name = arguments.models[0]
     given = from_report(arguments.report) if arguments.report is not None else None
-    told = ["GB10 (SM121): prediction, not a measurement"]
+    output = ["GB10 (SM121): prediction, not a measurement"]
     if arguments.draft is not None:
-        told += [
+        output += [
             f"{name}, one Spark, one stream, context 1,024, {arguments.draft}",
             predict.drafts(name, arguments.draft, arguments.drafted, arguments.accepted),
         ]
-        print("\n\n".join(told))
+        print("\n\n".join(output))
         return 0
     bars = []
     fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
@@ -263,7 +262,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     for count in ranks:
         steps = predict.headline(count, name, **fused)
         where = "one Spark" if count == 1 else "two Sparks, one of them"
-        told += [
+        output += [
             f"{name}, {where}, one stream, context 1,024, bf16 KV",
             predict.by_part(steps, list(predict.PRESET_FORMATS)),
         ]
@@ -271,27 +270,27 @@ def print_prediction(arguments: argparse.Namespace) -> int:
         if given is not None and count == 1:
             after_all = predict.headline(count, name, given, **fused)
             for preset, before, after in zip(predict.PRESET_FORMATS, steps, after_all, strict=True):
-                told += [f"with the report, {preset}"]
-                told += [predict.side_by_side(before, after)]
+                output += [f"with the report, {preset}"]
+                output += [predict.side_by_side(before, after)]
     for count in ranks:
-        told += [
+        output += [
             f"one stream, tokens/s by context, Sparks: {count}",
             predict.by_context(name, count, **fused),
         ]
-    told += ["several streams, tokens/s, one Spark, context 1,024", predict.streams_by_preset(name, **fused)]
-    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
+    output += ["several streams, tokens/s, one Spark, context 1,024", predict.streams_by_preset(name, **fused)]
+    output += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
     if name == LAYER_MODEL:
         for row in hindcast.rows():
             one_stream = (row.gpu, row.model, row.sequences, row.new, row.dense) == ("GB10", name, 1, 1, "mxfp4")
             if one_stream and row.unit == "tokens/s":
                 sparks = f"{row.gpus} Spark{'s' * (row.gpus > 1)}"
-                told.append(f"published, {sparks}, {row.engine}, context {row.context:,}, tokens/s: {row.value:g}")
-    told.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
-    print("\n\n".join(told))
+                output.append(f"published, {sparks}, {row.engine}, context {row.context:,}, tokens/s: {row.value:g}")
+    output.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
+    print("\n\n".join(output))
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}_predicted.md"
     with written_whole(path) as scratch:
-        scratch.write_text("\n\n".join(told) + "\n", encoding="utf-8")
+        scratch.write_text("\n\n".join(output) + "\n", encoding="utf-8")
     print(f"\nwrote {path}")
     write_picture(bars, f"{name} on a GB10, predicted: one stream, context 1,024", path.with_suffix(".svg"))
     return 0
@@ -299,7 +298,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
 
 def print_hindcast(arguments: argparse.Namespace) -> int:
     """Print others' measurements beside the model's predictions of them, then its predictions of this fork."""
-    told = {
+    output = {
         "Inputs of the model, which are no rows": hindcast.inputs(),
         "Streams: gpt-oss-120b, spark, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(
             arguments.spread
@@ -307,7 +306,7 @@ def print_hindcast(arguments: argparse.Namespace) -> int:
         "A layer by the experts that it touches: the line through its times": hindcast.layer_line(),
         "SM120 cards: predicted us of a layer of experts, tokens/s in a server": hindcast.cards(),
     }
-    for title, text in told.items():
+    for title, text in output.items():
         print(f"{title}\n\n{text}\n")
     path = arguments.out / "hindcast.svg"
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -350,7 +349,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dense-tokens",
         type=names,
         default=["bf16"],
-        help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 ones)",
+        help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 "
+        "ones)",
     )
     parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
     parser.add_argument(
@@ -365,7 +365,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--router",
         type=names,
         default=["fork"],
-        help="of the fork's stack: fork (norms, router and top-k as in vLLM's decode steps), separate (norm, GEMM, top-k)",
+        help="of the fork's stack: fork (norms, router and top-k as in vLLM's decode steps), separate (norm, GEMM, "
+        "top-k)",
     )
     parser.add_argument(
         "--decode-attention",

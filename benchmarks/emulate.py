@@ -86,12 +86,12 @@ def seen(launch: Any) -> Launch:
 
 
 def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
-    """The launches' counts, if no watcher reported on them.
+    """The launches' counts, if no checker reported on them.
 
     Raises
     ------
     RuntimeError
-        A watcher reported on one of them.
+        A checker reported on one of them.
     """
     if reports := [report for launch in launches for report in launch.reports]:
         raise RuntimeError(f"{what}: {reports[0]}")
@@ -102,7 +102,8 @@ def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
 
 
 def fit_launch(launches: Sequence[Launch], works: Sequence[Work], tile: int, by_tokens: bool) -> Fit:
-    """The coefficients: of a GEMM from three runs whose tiles and rows are not proportional, else linear in the rows."""
+    """The coefficients: of a GEMM from three runs whose tiles and rows are not proportional, else linear in the
+    rows."""
     terms = [[1.0, work.tiles, work.rows] if tile else [1.0, work.tokens if by_tokens else work.rows] for work in works]
     system = torch.tensor(terms, dtype=torch.float64)
     values = torch.tensor([launch.counts.values() for launch in launches], dtype=torch.float64)
@@ -153,10 +154,10 @@ def emulate_moe(
 
 
 def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactics) -> tuple[list[Fit], float, int]:
-    """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
+    """The launches of a layer, the largest deviation of the check, and how often a checker reported.
 
-    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer where
-    there is one.
+    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer
+    where there is one.
     """
     emulated = [emulate_moe(device, layer, mode, run, tactics) for run in runs_for(tactics)]
     if len({len(launches) for _, launches in emulated}) != 1:
@@ -172,13 +173,14 @@ def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactic
         fits.append(fit_launch(launches[:3], works[:3], tile, by_tokens))
         if tile:
             expected, found = fits[-1].at(works[3]), launches[3].counts
-            for saw, told in ((found.instructions, expected.instructions), (found.bytes, expected.bytes)):
-                deviation = max(deviation, abs(told - saw) / saw)
+            for saw, predicted in ((found.instructions, expected.instructions), (found.bytes, expected.bytes)):
+                deviation = max(deviation, abs(predicted - saw) / saw)
     return fits, deviation, sum(len(launch.reports) for _, launches in emulated for launch in launches)
 
 
 def build_emulator() -> None:
-    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is used."""
+    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is
+    used."""
     folder = fork_root() / "emulator"
     make = shutil.which("make")
     if make is None or not folder.is_dir() or "VSM_BUILD_DIR" in os.environ:
@@ -223,7 +225,7 @@ def moe_lines(
                 fitted[key], deviation, reports = fit_layer(device, layer, mode, tactics)
                 print(
                     f"emulated {names}: "
-                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
+                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} checkers' reports",
                     flush=True,
                 )
             yield predict(layer, mode, count, tactics, fitted[key], routing)
@@ -283,7 +285,8 @@ def dense_line(
 
 
 def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
-    """The batches at which the planner's choice for a matrix of this K changes, with one token less and one more, and others."""
+    """The batches at which the planner's choice for a matrix of this K changes, with one token less and one more, and
+    others."""
     tokens = {*PRICED}
     for n, width in MODELS[LAYER_MODEL].matrices.values():
         if width == k:
@@ -381,7 +384,7 @@ def unless_impossible(predicts: Callable[P, None]) -> Callable[P, int]:
 def say(table: str, floor: str, layers: str) -> None:
     """Print a prediction with what was assumed."""
     print(f"\nGB10 (SM121): prediction, not a measurement\n\n{table}\n\nfloor: {floor} at 233 GB/s. Assumed:")
-    print("\n".join(f"- {line}" for line in gb10.told(layers)))
+    print("\n".join(f"- {line}" for line in gb10.assumptions(layers)))
 
 
 @unless_impossible
@@ -394,7 +397,8 @@ def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[in
     say(table, "weights and scales of the touched experts", "MoE")
     dram = " to ".join(f"{rate:,.0f}" for rate in CARD.dram)
     print(
-        f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is sold), with "
+        f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is "
+        "sold), with "
         "a GB10's tactics, launches and L2"
     )
 
@@ -448,7 +452,7 @@ def called(device: VirtualDevice, call: Callable[[], Any], fixed: tuple[float, f
 
 
 def router_kernel(device: VirtualDevice, model: str, tokens: int) -> Kernel:
-    """This fork's router with the norm in front of it."""
+    """This fork's router with the norm before it."""
     size = MODELS[model]
     inputs = make_router_inputs(tokens, size.hidden, size.experts, size.top_k, 0, adds=True, norms=True, bias=True)
     call = functools.partial(router_top_k, **inputs, constant_weights=True)

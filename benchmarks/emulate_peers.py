@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of grouped GEMMs that others wrote on the virtual SM121, for :mod:`perfmodel.peers`.
 
-Upstream's SM120 MXFP4 GEMM is ``tests/benchmarks/upstream_group_gemm.cu``, Marlin's ``emulator/tests/upstream/marlin_moe.cu``:
-those whose results the tests hold against float64. Here they run in a layer's full sizes on a few experts, and are fitted as
-this fork's are (:func:`emulate.fit_launch`).
+Upstream's SM120 MXFP4 GEMM is ``tests/benchmarks/upstream_group_gemm.cu``, Marlin's
+``emulator/tests/upstream/marlin_moe.cu``: those whose results the tests hold against float64. Here they run in a
+layer's full sizes on a few experts, and are fitted as this fork's are (:func:`emulate.fit_launch`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 WORKSPACE = 32 << 20
 MARLIN_TILES = {8: (128, 64, 128, 3), 64: (256, 64, 256, 1)}
-"""By routes of a block: the tile along N and K, threads, and blocks an SM holds, of the configurations of the package's list the
-one with the most of them on an SM12x."""
+"""By routes of a block: the tile along N and K, threads, and blocks an SM holds, of the configurations of the package's
+list the one with the most of them on an SM12x."""
 
 GroupedGemm = Callable[[Sequence[int], int, int], None]
 """A function of the rows of each expert, N and K."""
@@ -138,7 +138,8 @@ def marlin(device: VirtualDevice, tile: int) -> GroupedGemm:
         )  # fmt: skip
         owners = np.repeat(np.arange(len(rows)), [full // tile for full in padded])
         arrays = (
-            random.integers(0, 2**15, (total, k), np.uint16) % 0x4000, random.integers(0, 256, (len(rows), n, k // 2), np.uint8),
+            random.integers(0, 2**15, (total, k), np.uint16) % 0x4000, random.integers(0, 256, (len(rows), n, k // 2),
+            np.uint8),
             random.integers(120, 129, (len(rows), k // SCALE_BLOCK, n), np.uint8), routes.astype(np.int32),
             owners.astype(np.int32), np.array([routes.size], np.int32), np.ones((total, 1), np.float32),
         )  # fmt: skip
@@ -201,8 +202,8 @@ def fit_peer(device: VirtualDevice, gemm: GroupedGemm, tile: int, n: int, k: int
     launches = [counted(rows) for rows in batches]
     works = [Work(sum(rows), len(rows), sum(-(-count // tile) for count in rows), sum(rows)) for rows in batches]
     fit = fit_launch(launches[:3], works[:3], tile, by_tokens=False)
-    told, found = fit.at(works[3]), launches[3].counts
-    pairs = [(getattr(told, name), getattr(found, name)) for name in ("instructions", "mma_flops", "bytes")]
+    from_fit, found = fit.at(works[3]), launches[3].counts
+    pairs = [(getattr(from_fit, name), getattr(found, name)) for name in ("instructions", "mma_flops", "bytes")]
     return fit, max(abs(a - b) / b for a, b in pairs)
 
 

@@ -87,7 +87,8 @@ def lost_of_one_sign(tokens: str, k: int, bits: int, generator: torch.Generator)
 
 
 def sums_errors(widths: Iterable[int], seed: int) -> Iterator[list[Any]]:
-    """Rows of the table of ``--sums``: what tensor cores of that width lose, as multiples of what rounding to bf16 does."""
+    """Rows of the table of ``--sums``: what tensor cores of that width lose, as multiples of what rounding to bf16
+    does."""
     for bits in widths:
         generator = torch.Generator().manual_seed(seed)
         row: list[Any] = [bits]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure what a call of ``cutlass_fused_moe``, and of an ``SM12xMoELayer``, costs the host: Python, and the launcher
-behind it.
+after it.
 
 A call is timed without waiting for its kernels, in batches small enough that the queue of launches never fills.  The
 launcher's share is the same call of the compiled module with the arguments that Python gave it.  Also counted: what the
@@ -27,7 +27,7 @@ BATCHES = 50
 
 
 class _Recorder:
-    """A module in front of another: keeps the arguments of the last run."""
+    """A module before another: keeps the arguments of the last run."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.arguments = module, ()

@@ -2,7 +2,8 @@
 """Code that the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and
 plot.
 
-The clock is :mod:`flashinfer_sm12x.doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
+The clock is :mod:`flashinfer_sm12x.doctor.probe.timing`: medians of replays of a CUDA graph, the floor a plain
+streaming read.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Row:
     ours: dict[str, Entry] = dataclasses.field(default_factory=dict)
     peers: dict[str, Entry] = dataclasses.field(default_factory=dict)
 
-    def told(self) -> str:
+    def described(self) -> str:
         return ", ".join(f"{value} tokens" if name == "tokens" else str(value) for name, value in self.what.items())
 
     def ratio(self, entry: Entry) -> float | None:
@@ -377,7 +378,7 @@ def publish(about: dict[str, Any], rows: Sequence[Row], path: Path, title: str) 
     for row in rows:
         for name, entry in (row.ours | row.peers).items():
             if entry.note:
-                print(f"{row.told()}, {name}: {entry.note}")
+                print(f"{row.described()}, {name}: {entry.note}")
     if not any(entry.sample for row in rows for entry in (row.ours | row.peers).values()):
         print(f"nothing was measured, so {path} is not written")
         return
@@ -392,7 +393,7 @@ def publish(about: dict[str, Any], rows: Sequence[Row], path: Path, title: str) 
 
 def wrong(rows: Sequence[Row]) -> int:
     """An exit status: 1, with what disagrees, where one of ours does."""
-    found = [f"{row.told()}, {name}" for row in rows for name, entry in row.ours.items() if entry.disagrees]
+    found = [f"{row.described()}, {name}" for row in rows for name, entry in row.ours.items() if entry.disagrees]
     for what in found:
         print(f"bench: {what} disagrees with the reference", file=sys.stderr)
     return int(bool(found))

@@ -43,7 +43,7 @@ else:
             _check_imported()
             raise
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        # The wheel, the cache or a variable, and what mends it.
+        # The wheel, the cache or a variable, and what fixes it.
         if _as_program:
             raise SystemExit(f"python -m flashinfer: {error}") from None
         raise

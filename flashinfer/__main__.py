@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m flashinfer``.
 
-Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``, ``sm12x-plan``,
-``sm12x-quantize``, and the modules of this fork in all commands that list modules. Commands that compile nothing work without a compiler;
-the others say in a line what is missing.
+Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``,
+``sm12x-plan``, ``sm12x-quantize``, and the modules of this fork in all commands that list modules. Commands that
+compile nothing work without a compiler; the others say in a line what is missing.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def get_cuda_version() -> Any:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Errors of a build or of the file system end the command with what they say, exit status 1; Ctrl-C, SIGTERM and SIGHUP
-    with what is left, exit status 128 and the signal's number."""
+    """Errors of a build or of the file system end the command with what they say, exit status 1; Ctrl-C, SIGTERM and
+    SIGHUP with what is left, exit status 128 and the signal's number."""
     with ended_by_signals() as ending:
         try:
             yield
@@ -159,8 +159,10 @@ _FORMATS = click.Choice(["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"])
     "--vllm",
     "kv_cache",
     type=click.Choice(["bf16", "fp8"]),
-    help="All that vLLM loads for gpt-oss with that type of KV cache: fused_moe_120, this fork's other operators, and of "
-    "upstream's modules the attention with sinks (decode and prefill, with and without a window) and the sampler, which take "
+    help="All that vLLM loads for gpt-oss with that type of KV cache: fused_moe_120, this fork's other operators, "
+    "and of "
+    "upstream's modules the attention with sinks (decode and prefill, with and without a window) and the sampler, "
+    "which take "
     "the longest",
 )
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
@@ -173,7 +175,8 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
 
     if installed := _installed_elsewhere():
         click.echo(
-            f"this builds the modules of {_TREE}, which Python found in the working directory; {installed} is installed, "
+            f"this builds the modules of {_TREE}, which Python found in the working directory; {installed} is "
+            "installed, "
             "whose modules vLLM loads: run the command in another folder to build those",
             err=True,
         )
@@ -184,12 +187,12 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
         own = [*_sm12x_specs(everything), *operators]
         if len(own) + len(specs) > 1:
             parts = [(own, "this fork's"), (specs, "upstream's")]
-            told = [
+            summary = [
                 f"{len(part)} of {whose}, {counted(sum(len(spec.sources) for spec in part), 'source')}"
                 for part, whose in parts
                 if part
             ]
-            click.echo(f"{counted(len(own) + len(specs), 'module')}: {'; '.join(told)}")
+            click.echo(f"{counted(len(own) + len(specs), 'module')}: {'; '.join(summary)}")
         for spec in own:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
@@ -256,7 +259,8 @@ def sm12x_quantize_cmd(
 @_group.command("sm12x-doctor", add_help_option=False, context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
-    """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
+    """Find what keeps the SM12x kernels from running, and what fixes it; exit status 0 if nothing failed or is
+    unknown"""
     import flashinfer_sm12x.doctor
 
     raise SystemExit(flashinfer_sm12x.doctor.main(arguments))

@@ -57,9 +57,9 @@ from flashinfer_sm12x.versions import (
     UPSTREAM_DISTRIBUTION,
     Wheel,
     __fork_version__,
+    fix,
     installed_wheels,
     needed,
-    remedy,
     tested_wheel,
     upstream_spec,
 )
@@ -95,7 +95,7 @@ def _wheel() -> Wheel:
     raise ImportError(
         f"flashinfer (the SM12x fork {__fork_version__} in {fork_root()}) extends the wheel {needed()}.\n"
         f"Found: {found or f'no {UPSTREAM_DISTRIBUTION} on sys.path'}.\n"
-        f"Install it with:  {remedy('--force-reinstall --no-deps ' if found else '')}",
+        f"Install it with:  {fix('--force-reinstall --no-deps ' if found else '')}",
         name="flashinfer",
         path=str(_OURS),
     )
@@ -111,14 +111,15 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
     """
     spec: Any = upstream_spec()
     logger: Any = logging.getLogger("flashinfer_sm12x")
-    if not reason.startswith(SWITCH) and not hasattr(logger, "said"):
-        logger.said = True  # this module is forgotten below
+    if not reason.startswith(SWITCH) and not hasattr(logger, "warned"):
+        logger.warned = True  # this module is forgotten below
         # Not warnings.warn: a user's filter may make it an error, and upstream's package must still be imported.
         logger.warning(
-            "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's kernels: "
+            "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's "
+            "kernels: "
             "%s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve it",
             reason,
-            remedy("--force-reinstall --no-deps "),
+            fix("--force-reinstall --no-deps "),
         )
     for name in set(namespace) - before:
         del namespace[name]

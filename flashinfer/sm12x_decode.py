@@ -80,18 +80,18 @@ def decode_attention(
     that is not finite reaches all of a sequence's new tokens, even those before it.) Scores and sums are float32;
     softmax weights are rounded to bfloat16 for their product with values. Results are the same on every run.
 
-    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is a kernel of this fork; CPU tensors are
-    computed on the CPU.
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is a kernel of this fork; CPU
+    tensors are computed on the CPU.
 
     Parameters
     ----------
     query : torch.Tensor
-        ``[m, 8 * num_kv_heads, 64]`` bfloat16, ``m = num_sequences * q_len_per_req``; rows may lie apart, as in the output
-        of a QKV projection.
+        ``[m, 8 * num_kv_heads, 64]`` bfloat16, ``m = num_sequences * q_len_per_req``; rows may lie apart, as in the
+        output of a QKV projection.
     kv_cache : torch.Tensor or tuple
-        ``[num_pages, 2, num_kv_heads, page_size, 64]`` (HND) or ``[num_pages, 2, page_size, num_kv_heads, 64]`` (NHD), or two
-        tensors without the dimension of 2; bfloat16 or ``float8_e4m3fn``; ``page_size`` a power of two from 16 on. Written
-        if ``key`` is given.
+        ``[num_pages, 2, num_kv_heads, page_size, 64]`` (HND) or ``[num_pages, 2, page_size, num_kv_heads, 64]`` (NHD),
+        or two tensors without the dimension of 2; bfloat16 or ``float8_e4m3fn``; ``page_size`` a power of two from 16
+        on. Written if ``key`` is given.
     block_tables : torch.Tensor
         ``[num_sequences, max_pages]`` int32; only entries of pages that a sequence sees are read.
     seq_lens : torch.Tensor
@@ -124,7 +124,8 @@ def decode_attention(
         need one each. By default each device and stream has one, and all graphs captured on a device share another:
         these must then not be replayed at the same time, nor have parallel branches that call this function.
     out : torch.Tensor, optional
-        ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous; may be ``query`` itself, and else shares memory with no argument.
+        ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous; may be ``query`` itself, and else shares memory with no
+        argument.
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
 
@@ -179,7 +180,8 @@ def decode_attention(
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of one call of :func:`decode_attention`; keys and values are ``[num_pages, num_kv_heads, page_size, 64]``.
+    """The arguments of one call of :func:`decode_attention`; keys and values are
+    ``[num_pages, num_kv_heads, page_size, 64]``.
 
     The fields that the kernel reads stand in the order of its module.
     """
@@ -280,7 +282,8 @@ def _require_rows(name: str, value: Any, shape: tuple[int, ...], device: torch.d
         rows, heads, _ = _strides(value)
         if dims != 1 or heads not in (0, HEAD) or rows % 8 or rows < 0:
             raise ValueError(
-                f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple of 8 "
+                f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple "
+                "of 8 "
                 "elements apart"
             )
     start = value.data_ptr()
@@ -291,7 +294,8 @@ def _require_rows(name: str, value: Any, shape: tuple[int, ...], device: torch.d
 
 
 def validate(call: DecodeCall) -> DecodeCall:
-    """Check a call's metadata and addresses; the call with its numbers as Python's. Raises as :func:`decode_attention`."""
+    """Check a call's metadata and addresses; the call with its numbers as Python's. Raises as
+    :func:`decode_attention`."""
     require_computing_device("query", call.query)
     device = call.query.device
     require_served("decode_attention", device)
@@ -305,7 +309,8 @@ def validate(call: DecodeCall) -> DecodeCall:
 
 
 def require_cache(call: DecodeCall, device: torch.device) -> DecodeCall:
-    """Check what of a call is its layer's: the cache, rope, sinks, workspace and numbers; the call with these as Python's."""
+    """Check what of a call is its layer's: the cache, rope, sinks, workspace and numbers; the call with these as
+    Python's."""
     keys, values = call.keys, call.values
     require_switches(call, "constant_cache")
     window_left = require_int("window_left", call.window_left, -(2**31))
@@ -345,7 +350,8 @@ def require_cache(call: DecodeCall, device: torch.device) -> DecodeCall:
 
 
 def require_tokens(call: DecodeCall, device: torch.device) -> list[Span]:
-    """Check what of a call is not its layer's, whose cache is on ``device``; where its tensors lie, ``out`` first if given."""
+    """Check what of a call is not its layer's, whose cache is on ``device``; where its tensors lie, ``out`` first if
+    given."""
     block_tables, seq_lens, out, kv_heads = call.block_tables, call.seq_lens, call.out, call.keys.shape[1]
     require_rank("seq_lens", seq_lens, 1)
     sequences = seq_lens.shape[0]
@@ -406,7 +412,8 @@ def check_values(call: DecodeCall) -> None:
         for place in range(first, -(-length // page_size)):
             if not 0 <= table[place] < num_pages:
                 raise ValueError(
-                    f"block_tables[{sequence}, {place}] is {table[place]}; pages that a sequence sees must be from 0 to "
+                    f"block_tables[{sequence}, {place}] is {table[place]}; pages that a sequence sees must be from 0 "
+                    "to "
                     f"{num_pages - 1}"
                 )
 
@@ -424,7 +431,8 @@ def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | Non
     if place not in _workspaces:
         if capturing:  # its zeros would be one graph's own, written whenever that is replayed
             raise RuntimeError(
-                "decode_attention is captured before it was ever called: call it or prepare_decode_attention() before the "
+                "decode_attention is captured before it was ever called: call it or prepare_decode_attention() "
+                "before the "
                 "capture, or give it a workspace_buffer"
             )
         for each in (place, graphs):

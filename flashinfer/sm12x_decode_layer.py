@@ -35,9 +35,9 @@ from .sm12x_decode import (
 class DecodeAttentionLayer:
     """A layer of :func:`~flashinfer.decode.decode_attention`, made once from its part of the KV cache.
 
-    The cache, ``rope_table``, ``sinks`` and ``workspace_buffer`` are checked here, and again by the first call after one
-    of them changed: the object keeps the tensors, so that ``kv_cache.data = other`` is seen. A call checks its own tensors.
-    Results and errors are the function's.
+    The cache, ``rope_table``, ``sinks`` and ``workspace_buffer`` are checked here, and again by the first call after
+    one of them changed: the object keeps the tensors, so that ``kv_cache.data = other`` is seen. A call checks its own
+    tensors. Results and errors are the function's.
 
     Parameters
     ----------

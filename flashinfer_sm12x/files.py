@@ -21,10 +21,11 @@ from typing import Any, NoReturn
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """The path of a new file in the folder of ``path``, which takes its place once the block has ended without an error.
+    """The path of a new file in the folder of ``path``, which takes its place once the block has ended without an
+    error.
 
-    After an error or a loss of power ``path`` is as it was. A link stays a link to the file that is written; a device or
-    a pipe is written itself.
+    After an error or a loss of power ``path`` is as it was. A link stays a link to the file that is written; a device
+    or a pipe is written itself.
 
     Raises:
         OSError: the folder cannot be written to, or ``path`` is a folder. It has the name of ``path`` if it had none.
@@ -40,8 +41,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def replace_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Replace a file, or a link by a file: after an error, an interruption or a loss of power it has the new bytes or the
-    old ones, never a part.
+    """Replace a file, or a link by a file: after an error, an interruption or a loss of power it has the new bytes or
+    the old ones, never a part.
 
     Args:
         path: The file; its folder must be there.

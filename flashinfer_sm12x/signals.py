@@ -27,8 +27,8 @@ class Ending:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[Ending]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as Ctrl-C does: what was started is ended, what is half written
-    removed. A signal that the caller has ignored, as nohup does, or handles, stays ignored or handled.
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in the block, as Ctrl-C does: what was started is ended, what is half
+    written removed. A signal that the caller has ignored, as nohup does, or handles, stays ignored or handled.
     """
     ending = Ending()
 

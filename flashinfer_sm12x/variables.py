@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# C's environment, which os.environ changes too: a call reads two variables that are hardly ever set, and os.environ takes
-# 1 us to say so, by an exception; this takes 0.2 us.
+# C's environment, which os.environ changes too: a call reads two variables that are hardly ever set, and os.environ
+# takes 1 us to say so, by an exception; this takes 0.2 us.
 getenv = ctypes.PyDLL(None).getenv
 getenv.restype = ctypes.c_char_p
 
@@ -130,7 +130,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Dense layers' choices under one name; docs/accuracy.md has what each loses."""
 
 CHANGED_PRESETS: Mapping[str, str] = {
-    "spark": "'spark' is MXFP6 in QKV and O and MXINT8 in the LM head; MXFP4 in all three, which it was, is 'spark-mxfp4'",
+    "spark": "'spark' is MXFP6 in QKV and O and MXINT8 in the LM head; MXFP4 in all three, which it was, is "
+    "'spark-mxfp4'",
     "spark-mxfp8": "'spark-mxfp8' is MXFP8, as it was; 'spark-int8' has the same bytes and loses less",
 }
 """The message, given once, for a user who chooses a name that meant another choice, or is no longer the best of its
@@ -172,7 +173,8 @@ def check_together(chosen: Mapping[str, str]) -> None:
     """
     if (chosen.get("moe"), chosen.get("moe_input")) == ("mxfp4-a16", "mxfp8"):
         raise VariableError(
-            "moe is 'mxfp4-a16' and moe_input 'mxfp8': experts that multiply bf16 tokens take no MXFP8 input; choose moe "
+            "moe is 'mxfp4-a16' and moe_input 'mxfp8': experts that multiply bf16 tokens take no MXFP8 input; choose "
+            "moe "
             "'mxfp4-a8', or moe_input 'bf16'"
         )
 
@@ -181,8 +183,8 @@ PLUGIN = "FLASHINFER_SM12X_VLLM"
 
 
 def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
-    """``spark``, ``qkv=mxfp8,o=mxfp8`` or both, in which a pair wins over a preset; ``also`` is what else it may be. The
-    last preset is kept under :data:`PRESET`.
+    """``spark``, ``qkv=mxfp8,o=mxfp8`` or both, in which a pair wins over a preset; ``also`` is what else it may be.
+    The last preset is kept under :data:`PRESET`.
 
     Raises:
         VariableError: as :func:`check_choices`, or an item that is neither.
@@ -192,7 +194,8 @@ def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
     for item in items:
         if "=" not in item and item not in PRESETS:
             raise VariableError(
-                f"{origin}: {item!r} is no key=value and no preset; it may be {also}{', '.join(PRESETS)}, pairs such as "
+                f"{origin}: {item!r} is no key=value and no preset; it may be {also}{', '.join(PRESETS)}, pairs such "
+                "as "
                 f"moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(KEYS)}, or both with commas between them"
             )
         if item in PRESETS:
@@ -386,7 +389,8 @@ def _meant(name: str) -> str | None:
 
 
 def problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """``(name, what is wrong, the name that was meant)`` of unknown names and bad values; the last is empty for values."""
+    """``(name, what is wrong, the name that was meant)`` of unknown names and bad values; the last is empty for
+    values."""
     for name in sorted(environ):
         meant = _meant(name)
         if meant is not None:

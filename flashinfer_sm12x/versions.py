@@ -45,8 +45,8 @@ def installed_wheels() -> list[Wheel]:
 
 
 def tested_wheel() -> Wheel | None:
-    """The first wheel that this fork extends; None where none is installed. A local label, ``+...``, counts as it does for
-    pip: not."""
+    """The first wheel that this fork extends; None where none is installed. A local label, ``+...``, counts as it does
+    for pip: not."""
     return next((w for w in installed_wheels() if w.complete and w.version.partition("+")[0] in TESTED_VERSIONS), None)
 
 
@@ -55,7 +55,7 @@ def needed() -> str:
     return f"{UPSTREAM_DISTRIBUTION}=={UPSTREAM_VERSION}"
 
 
-def remedy(options: str = "") -> str:
+def fix(options: str = "") -> str:
     """The command that installs it."""
     return f'"{sys.executable}" -m pip install {options}"{needed()}"'
 
@@ -87,6 +87,7 @@ def upstream_alone() -> str:
     folder = Path(spec.origin).parent
     versions = [wheel.version for wheel in installed_wheels() if wheel.package == folder.resolve()]
     return (
-        f"{UPSTREAM_DISTRIBUTION} {versions[0] if versions else 'of an unknown version'} in {folder.parent} is none that "
+        f"{UPSTREAM_DISTRIBUTION} {versions[0] if versions else 'of an unknown version'} in {folder.parent} is none "
+        "that "
         f"flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)})"
     )

@@ -107,9 +107,9 @@ def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
         with urllib.request.urlopen(request, timeout=3600) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")
+        answered = error.read().decode(errors="replace")
         raise Refused(
-            f"{url}{path}: {error.code}: {said[:300]}\nit must be vLLM 0.33.0's, started with "
+            f"{url}{path}: {error.code}: {answered[:300]}\nit must be vLLM 0.33.0's, started with "
             f"{' '.join(FORCING)} --max-logprobs {body.get('sampling_params', {}).get('logprobs', 64)}"
         ) from None
     except (OSError, http.client.HTTPException) as error:
@@ -181,7 +181,8 @@ def decoded(url: str, asked: Asked, streams: int) -> Windows:
 
 
 def prefilled(url: str, asked: Asked) -> Windows:
-    """The same positions as in :func:`decoded`, read as a prompt: one request at a time, so that the server holds few logits."""
+    """The same positions as in :func:`decoded`, read as a prompt: one request at a time, so that the server holds few
+    logits."""
     found = []
     for window in asked.windows:
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": asked.top}
@@ -219,8 +220,8 @@ def likeliest(row: Row) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A path: mean KL with its 95 % interval, 99th percentile, share of the same first choice, both perplexities, and the mean
-    probability that is in the reference's rest."""
+    """A path: mean KL with its 95 % interval, 99th percentile, share of the same first choice, both perplexities, and
+    the mean probability that is in the reference's rest."""
 
     mean: float
     low: float
@@ -240,7 +241,7 @@ def compare(reference: Windows, other: Windows, targets: Sequence[Sequence[int]]
     drawn = (generator.choices(sums, k=len(sums)) for _ in range(RESAMPLES))
     means = sorted(sum(s for s, _ in each) / sum(n for _, n in each) for each in drawn)
     rows = [list(itertools.chain(*windows)) for windows in (reference, other)]
-    said = list(itertools.chain(*targets))
+    answered = list(itertools.chain(*targets))
     return Compared(
         mean=sum(every) / len(every),
         low=means[round(0.025 * (RESAMPLES - 1))],
@@ -248,7 +249,8 @@ def compare(reference: Windows, other: Windows, targets: Sequence[Sequence[int]]
         tail=every[math.ceil(0.99 * len(every)) - 1],
         same=sum(likeliest(p) == likeliest(q) for p, q in zip(*rows, strict=True)) / len(every),
         perplexities=tuple(  # type: ignore[arg-type]
-            math.exp(-sum(row[token] for row, token in zip(each, said, strict=True)) / len(said)) for each in rows
+            math.exp(-sum(row[token] for row, token in zip(each, answered, strict=True)) / len(answered))
+            for each in rows
         ),
         rest=sum(1.0 - sum(map(math.exp, row.values())) for row in rows[0]) / len(every),
     )
@@ -290,11 +292,11 @@ def main() -> None:
     for name, url in servers(given, folder):
         model = served_model(url)
         print(f"{name}:", file=sys.stderr, flush=True)
-        said = tokenized(given, url, model)
+        answered = tokenized(given, url, model)
         first = asked is None
         if asked is None:
-            texts, asked = said, read(given, model, said)
-        elif said != texts:
+            texts, asked = answered, read(given, model, answered)
+        elif answered != texts:
             raise Refused(f"{url} serves {model}, which has other tokens for the same text than {asked.model}")
         asked.model = model
         found = measured(url, asked, given.streams)

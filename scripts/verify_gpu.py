@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verify this GPU's results for gpt-oss's MoE layer, the grouped GEMM and attention with sinks, as one table.
 
-    scripts/verify_gpu.py --quick          # a minute or two besides what is compiled for the first time
+    scripts/verify_gpu.py --quick          # a minute or two in addition to what is compiled for the first time
     scripts/verify_gpu.py
     scripts/verify_gpu.py --only attention --kv fp8       # what --kv-cache-dtype fp8 runs; one KV cache a process
     scripts/verify_gpu.py --virtual        # no GPU: small layers by the compiled kernels on the virtual SM121
@@ -110,8 +110,8 @@ def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 class Pages:
-    """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it holds,
-    in bf16."""
+    """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it
+    holds, in bf16."""
 
     def __init__(self, length: int, generator: torch.Generator, stored: torch.dtype) -> None:
         device = generator.device

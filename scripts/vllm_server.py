@@ -38,8 +38,8 @@ sys.path.pop()  # the checkout's entry point must not pass for an installed plug
 
 
 def run(main: Callable[[], None], *errors: type[Exception]) -> NoReturn:
-    """End the process after ``main``; an error of a server, or one of ``errors``, is a line, and Ctrl-C, SIGTERM and SIGHUP are
-    one, after which nothing runs that was started."""
+    """End the process after ``main``; an error of a server, or one of ``errors``, is a line, and Ctrl-C, SIGTERM and
+    SIGHUP are one, after which nothing runs that was started."""
     left = "what it started is ended, and a new run begins anew"
     try:
         sys.exit(signals.until_interrupted(Path(sys.argv[0]).name, main, left))

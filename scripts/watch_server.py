@@ -114,9 +114,9 @@ class Watch:
             # A dying engine takes the HTTP server with it a little later.
             for _ in range(20):
                 if how := vllm_server.ended(server):
-                    return in_flight, f"the server {how}{said(log)}"
+                    return in_flight, f"the server {how}{errors_in(log)}"
                 asyncio.run(asyncio.sleep(0.5))
-            return in_flight, f"the server runs and does not serve: {error}{said(log)}"
+            return in_flight, f"the server runs and does not serve: {error}{errors_in(log)}"
 
     async def _send(self, work: list[Request], streams: int) -> tuple[list[Request], str]:
         waiting, in_flight = list(reversed(work)), {}
@@ -154,7 +154,7 @@ class Watch:
             raise RuntimeError(f"{len(request.answered)} of {request.max_tokens} tokens came")
 
 
-def said(log: Path) -> str:
+def errors_in(log: Path) -> str:
     """The log's last lines that speak of an error, set off as lines of their own."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if any(word in line for word in ERRORS)]
     return "".join(f"\n  log: {line.strip()[:300]}" for line in lines[-5:]) + f"\n  the whole log: {log}"

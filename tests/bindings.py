@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of the compiled modules, from their C++: the names of what a launch passes by its place, and the texts of
-what is refused."""
+"""The functions of the compiled modules, from their C++: the names of what a launch passes by its place, and the texts
+of what is refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ TYPES: dict[str, tuple[type, ...]] = {
     "double": (float,),
     "bool": (bool,),
 }
-"""What Python passes as a C++ type. TVM-FFI would turn a bool into a number, and any number into a bool, without a word."""
+"""What Python passes as a C++ type. TVM-FFI would turn a bool into a number, and any number into a bool, without a
+word."""
 
 
 @functools.cache
 def signatures() -> dict[str, dict[str, str]]:
-    """Exported functions that this project's sources define beside the export: parameters' names and types, in order."""
+    """Exported functions that this project's sources define beside the export: parameters' names and types, in
+    order."""
     found = {}
     for path in sorted((fork_root() / "csrc").rglob("*sm12x*binding*")):
         text = path.read_text()
@@ -61,8 +63,8 @@ _STATUS = re.compile(r"return \{\s*(?:cudaError\w+|error),\s*(\"[^\"]*\")", re.D
 
 
 class Refusal(NamedTuple):
-    """A refusal of a binding's or a launcher's: the name of its file, and the literals of its text, between which values
-    stand."""
+    """A refusal of a binding's or a launcher's: the name of its file, and the literals of its text, between which
+    values stand."""
 
     file: str
     parts: tuple[str, ...]

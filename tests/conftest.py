@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that operators' tests run on, the CPU and a GPU that serves the kernel family; interpreters with a chosen path."""
+"""Devices that operators' tests run on, the CPU and a GPU that serves the kernel family; interpreters with a chosen
+path."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
-    """Signals as a command finds them that somebody starts by hand, also where the tests run with some ignored, as in the
-    background of a shell and under nohup."""
+    """Signals as a command finds them that somebody starts by hand, also where the tests run with some ignored, as in
+    the background of a shell and under nohup."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -111,8 +112,8 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Run:
         python: str | Path = sys.executable,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess:
-        """``bare``: without site-packages, so that ``path`` is all there is beside the standard library; ``fresh``: with
-        nothing imported, for tests of what an import brings."""
+        """``bare``: without site-packages, so that ``path`` is all there is beside the standard library; ``fresh``:
+        with nothing imported, for tests of what an import brings."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FLASHINFER"))}
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
         if fresh or bare or python != sys.executable:

@@ -35,7 +35,7 @@ def code_lines(page: Path) -> list[str]:
 
 
 class Serve(NamedTuple):
-    """A documented ``vllm serve``: the variables in front of it, and its words behind ``serve``."""
+    """A documented ``vllm serve``: the variables before it, and its words behind ``serve``."""
 
     file: Path
     variables: dict[str, str]

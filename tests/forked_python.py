@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``run(words)`` for ``python WORDS``, forked from a Python that has imported all that ``import flashinfer`` needs of others.
+"""``run(words)`` for ``python WORDS``, forked from a Python that has imported all that ``import flashinfer`` needs of
+others.
 
 A fresh interpreter spends five sixths of ``import flashinfer`` on torch and the like. Whoever tests the imports
 themselves, the interpreter's options or its end takes ``subprocess``.

@@ -31,7 +31,8 @@ ROUNDED = {"quantize_bf16": "mxfp8", "quantize_f16": "mxfp8", "bf16_to_mxfp4": "
 
 
 def beyond(dtype: torch.dtype, num_tokens: int, generator: torch.Generator) -> Iterator[dict[int, float]]:
-    """For each of some calls, values by the token that has them: infinity and, of bfloat16, the largest finite number."""
+    """For each of some calls, values by the token that has them: infinity and, of bfloat16, the largest finite
+    number."""
     values = [-math.inf, math.inf] + (
         [torch.finfo(dtype).max, torch.finfo(dtype).min] if dtype is torch.bfloat16 else []
     )
@@ -113,7 +114,8 @@ def check_moe(
 def check_infinite_activations(
     layer: Callable[[MoEInputs], torch.Tensor], num_tokens: int, device: torch.device
 ) -> None:
-    """FC1's results are 2^100 or minus that, so each activation is infinite in float32, or 0; FC2's weights are 2^-12."""
+    """FC1's results are 2^100 or minus that, so each activation is infinite in float32, or 0; FC2's weights are
+    2^-12."""
     hidden, inter = 32, 64
     case = MoECase(num_tokens, hidden, inter, 2, 1, 1, biases=False, swiglu_parameters=False, global_scales=False)
     inputs = make_moe_inputs(case, 3)

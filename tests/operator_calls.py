@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of all operators, right and wrong: each tensor is made wrong in each way, each number too, and each tensor that is
-written is put over each other one."""
+"""Calls of all operators, right and wrong: each tensor is made wrong in each way, each number too, and each tensor that
+is written is put over each other one."""
 
 from __future__ import annotations
 
@@ -112,17 +112,21 @@ def _out(make: Callable[[], Arguments], name: str, *shape: int) -> Callable[[], 
 
 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
-    **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, _out(lambda mode=mode: _moe(mode), "output", 3, 96)) for mode in range(3)},
-    "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _out(lambda: dict(make_group_gemm_inputs([3, 5], 64, 96, SEED)), "out", 8, 64)),
+    **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, _out(lambda mode=mode: _moe(mode), "output", 3, 96))
+    for mode in range(3)},
+    "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _out(lambda: dict(make_group_gemm_inputs([3, 5], 64, 96, SEED)),
+        "out", 8, 64)),
     "dense_block_scaled": (dense_block_scaled, _out(_dense, "out", 3, 72)),
     "dense_block_scaled, MXFP8 tokens": (dense_block_scaled, _out(lambda: _dense("mxfp8"), "out", 3, 72)),
-    "dense_block_scaled, linear scales": (dense_block_scaled, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"), "out", 3, 72)),
+    "dense_block_scaled, linear scales": (dense_block_scaled, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"),
+        "out", 3, 72)),
     **{
         f"dense_block_scaled, {form}": (dense_block_scaled, _out(lambda form=form: _dense(weights=form), "out", 3, 72))
         for form in ("mxint8", "mxfp6", "nvfp4")
     },
     "dense_block_scaled_top_k": (dense_block_scaled_top_k, _out(_dense, "logits", 3, 72)),
-    "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
+    "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3,
+        72)),
     "rmsnorm_dense_block_scaled": (rmsnorm_dense_block_scaled, _normed),
     "moe_step": (moe_step, _step),
     "MoE, NVFP4": (flashinfer.cutlass_fused_moe, _out(lambda: _moe(2, weights="nvfp4"), "output", 3, 96)),
@@ -148,12 +152,14 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         functools.partial(flashinfer.mm_bf16_fp4, block_size=16, backend="sm12x"),
         _out(lambda: _matrices("bf16 nvfp4"), "out", 3, 72),
     ),
-    "mm_bf16_mxfp8": (mm_bf16_mxfp8, _out(lambda: _matrices("bf16 fp8") | {"alpha": torch.tensor([0.5])}, "out", 3, 72)),
+    "mm_bf16_mxfp8": (mm_bf16_mxfp8, _out(lambda: _matrices("bf16 fp8") | {"alpha": torch.tensor([0.5])}, "out", 3,
+        72)),
     "decode": (decode_attention, _decode),
     "decode, fp8": (decode_attention, lambda: _decode(fp8=True)),
     "router": (
         flashinfer.fused_moe.router_top_k,
-        lambda: {**make_router_inputs(3, 64, 16, 2, SEED, adds=True, norms=True, bias=True), "is_padding": torch.zeros(3).bool()},
+        lambda: {**make_router_inputs(3, 64, 16, 2, SEED, adds=True, norms=True, bias=True),
+        "is_padding": torch.zeros(3).bool()},
     ),
 }  # fmt: skip
 
@@ -214,14 +220,16 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "four bytes on": lambda tensor: moved_to(tensor, 4),
     "eight bytes on": lambda tensor: moved_to(tensor, 8),
     "a parameter": parameter,
-    "negative bit": lambda tensor: torch._neg_view(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else tensor,
+    "negative bit": lambda tensor: torch._neg_view(tensor) if tensor.dtype in (torch.float32, torch.bfloat16)
+        else tensor,
     "a storage that was resized": lambda tensor: _resized(tensor, 0),
     "a storage that was cut short": lambda tensor: _resized(tensor, tensor.nbytes - 1),
     "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "without a shape": lambda tensor: torch.nn.UninitializedParameter(),
     **{
         str(dtype): lambda tensor, dtype=dtype: torch.zeros(tensor.shape, dtype=dtype)
-        for dtype in (torch.float32, torch.float16, torch.float64, torch.complex64, torch.int64, torch.int32, torch.uint16)
+        for dtype in (torch.float32, torch.float16, torch.float64, torch.complex64, torch.int64, torch.int32,
+            torch.uint16)
     },
     **{
         f"bytes as {dtype}": lambda tensor, dtype=dtype: tensor.view(dtype)
@@ -235,9 +243,11 @@ NUMBERS = (None, "2", 2.5, math.nan, math.inf, -3, 0, 2**40, True, torch.tensor(
 OTHERS = (
     "tp_size", "tp_rank", "ep_size", "ep_rank", "cluster_size", "cluster_rank", "tune_max_num_tokens", "profile_ids",
     "output_dtype", "out_dtype", "activation", "tactic", "top_k", "first_index", "eps", "q_len_per_req", "sm_scale",
-    "window_left", "k_scale", "v_scale", "kv_layout", "backend", "block_size", "mma_sm", "tile_m", "tile_n", "tile_k", "swap_ab",
+    "window_left", "k_scale", "v_scale", "kv_layout", "backend", "block_size", "mma_sm", "tile_m", "tile_n", "tile_k",
+    "swap_ab",
     "max_num_tokens", "hidden_size", "intermediate_size", "num_experts_total", "x_dtype", "device", "alignment",
-    "sf_swizzle_layout", "sfLayout", "quant_scales", "swizzled_input_sf", "swizzled_x_scale", "enable_alltoall", "constant_weights", "constant_cache",
+    "sf_swizzle_layout", "sfLayout", "quant_scales", "swizzled_input_sf", "swizzled_x_scale", "enable_alltoall",
+    "constant_weights", "constant_cache",
     "enable_pdl",
 )  # fmt: skip
 
@@ -272,7 +282,7 @@ def put_tensor(arguments: Arguments, place: tuple[str, int | None], value: Any) 
 
 
 def _overlay(arguments: Arguments, written: tuple[str, int | None], other: tuple[str, int | None], offset: int) -> None:
-    """Put two tensors into one memory, the one that is written ``offset`` bytes behind the other."""
+    """Put two tensors into one memory, the one that is written ``offset`` bytes after the other."""
     first, second = get_tensor(arguments, other), get_tensor(arguments, written)
     memory = torch.zeros(max(first.nbytes, second.nbytes + offset) + 128, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 128 :]

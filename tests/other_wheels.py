@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This environment with another ``flashinfer-python``: another version's wheel, or the same files under another version."""
+"""This environment with another ``flashinfer-python``: another version's wheel, or the same files under another
+version."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def downloaded(version: str) -> Path:
         done = subprocess.run([*command, f"flashinfer-python=={version}"], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(
-                f"the wheel flashinfer-python=={version}, over which this fork is tested, cannot be downloaded. On a machine "
+                f"the wheel flashinfer-python=={version}, over which this fork is tested, cannot be downloaded. On a "
+                "machine "
                 f"without a network put it into {DOWNLOADS}. pip says:\n{done.stderr}"
             )
     (wheel,) = DOWNLOADS.glob(pattern)

@@ -50,14 +50,15 @@ class RecordingBackend:
 def recording_tuner(
     monkeypatch: pytest.MonkeyPatch, recording: RecordingBackend | None = None, time: Callable[..., float] | None = None
 ) -> Iterator[AutoTuner]:
-    """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times tactics."""
+    """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times
+    tactics."""
     if recording is not None:
         monkeypatch.setattr(virtual_device, "active", lambda: recording)
     if time is not None:
         monkeypatch.setattr(AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: time(*given, **named))
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tune, "_remembered", {})
+    monkeypatch.setattr(tune, "_cached", {})
     AutoTuner.get().clear_cache()
     yield AutoTuner.get()
     AutoTuner.get().clear_cache()

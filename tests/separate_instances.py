@@ -7,7 +7,8 @@ The grouped GEMM's module holds the first of its instances.
 
 The emulator runs on one host thread, with which a run repeats exactly: what a test caught once, it always catches.
 
-The instance tables stay as they are: what is chosen, and the names of parametrized tests, are those of the whole family.
+The instance tables stay as they are: what is chosen, and the names of parametrized tests, are those of the whole
+family.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A test is slow
   that is not slow covers the same path;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices
   some change of ``tests/mutations.toml``. Some 170 of 1,900 are such; each kernel family has one or more with
-  every watcher on.
+  every checker on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG = (
     "tests/project/test_typing.py",
     "tests/install/test_install.py::test_installing_again_replaces",
     "tests/jit/test_jit_trust.py::test_prebuilt_cache_that_can_only_be_read_is_used",
-    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
+    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_fixes_it",
     "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
     "tests/jit/test_jit_spec.py::test_cache_paths_that_nvcc_would_have_a_shell_read",
     "tests/jit/test_prebuilt.py::test_the_same_sources_make_the_same_bytes",
@@ -45,7 +45,7 @@ LONG = (
     "tests/sm12x/test_layers.py -k MXFP8",
     "tests/sm12x/test_layers.py -k linear",
     "tests/sm12x/test_layers.py -k fp8",
-    "tests/doctor/test_doctor_variables.py::test_what_upstream_reads_while_it_is_imported_is_told_by_the_import",
+    "tests/doctor/test_doctor_variables.py::test_what_upstream_reads_while_it_is_imported_is_reported_by_the_import",
     "tests/jit/test_jit_trust.py::test_a_build_is_private_whatever_the_umask_is",
     "tests/project/test_scripts.py::test_help_needs_nothing_of_vllm",
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
@@ -61,7 +61,7 @@ LONG = (
     "tests/jit/test_jit_build.py::test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays[the same again]",
     "tests/jit/test_jit_build.py::test_source_edited_while_it_is_compiled_is_compiled_again[the same again]",
     "tests/jit/test_jit_command_line.py::test_only_what_compiles_needs_a_compiler",
-    "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
+    "tests/jit/test_jit_spec.py::test_a_row_that_differs_from_the_layout_of_shared_memory_does_not_compile",
     "tests/jit/test_jit_spec.py::test_table_of_instances_as_built",
     "tests/jit/test_jit_trust.py::test_in_a_namespace_without_root_its_folders_are_nobodys",
     "tests/jit/test_machine_code.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them",
@@ -78,20 +78,20 @@ LONG = (
     "tests/project/test_mutate.py::test_the_command_fails_where_tests_of_the_days_changes_fail_anyway",
     "tests/project/test_scripts.py::test_arguments_are_refused_before_anything_starts",
     "tests/project/test_scripts.py::test_the_doctor_comes_before_all_that_may_be_broken",
-    "tests/project/test_scripts.py::test_what_is_missing_is_said_in_a_line",
-    "tests/sm12x/test_layers.py::test_a_function_that_knows_its_experts_says_and_computes_the_same[MoE 1]",
-    "tests/sm12x/test_layers.py::test_a_function_that_knows_its_experts_says_and_computes_the_same[MoE 2]",
+    "tests/project/test_scripts.py::test_what_is_missing_is_reported_in_a_line",
+    "tests/sm12x/test_layers.py::test_a_function_that_knows_its_experts_raises_and_computes_the_same[MoE 1]",
+    "tests/sm12x/test_layers.py::test_a_function_that_knows_its_experts_raises_and_computes_the_same[MoE 2]",
     "tests/sm12x/test_layers.py::test_a_layer_is_compiled_as_its_function[SM12xMoELayer, MoE 1]",
     "tests/sm12x/test_layers.py::test_a_layer_is_compiled_as_its_function[SM12xMoELayer, MoE 2]",
-    "tests/sm12x/test_layers.py::test_a_layer_says_and_computes_what_its_function_does[made-SM12xMoELayer, MoE 1]",
-    "tests/sm12x/test_layers.py::test_a_layer_says_and_computes_what_its_function_does[made-SM12xMoELayer, MoE 2]",
-    "tests/sm12x/test_layers.py::test_a_layer_says_and_computes_what_its_function_does[reused-SM12xMoELayer, MoE 1]",
-    "tests/sm12x/test_layers.py::test_a_layer_says_and_computes_what_its_function_does[reused-SM12xMoELayer, MoE 2]",
+    "tests/sm12x/test_layers.py::test_a_layer_raises_and_computes_what_its_function_does[made-SM12xMoELayer, MoE 1]",
+    "tests/sm12x/test_layers.py::test_a_layer_raises_and_computes_what_its_function_does[made-SM12xMoELayer, MoE 2]",
+    "tests/sm12x/test_layers.py::test_a_layer_raises_and_computes_what_its_function_does[reused-SM12xMoELayer, MoE 1]",
+    "tests/sm12x/test_layers.py::test_a_layer_raises_and_computes_what_its_function_does[reused-SM12xMoELayer, MoE 2]",
     "tests/sm12x/test_layers.py::test_what_a_layer_was_made_of_may_change[SM12xMoELayer, MoE 1]",
     "tests/sm12x/test_layers.py::test_what_a_layer_was_made_of_may_change[SM12xMoELayer, MoE 2]",
 )
-"""Files, tests with all their parameters, or with some: more than ten seconds of a core, together. The longest come first:
-entries that follow each other run on different days."""
+"""Files, tests with all their parameters, or with some: more than ten seconds of a core, together. The longest come
+first: entries that follow each other run on different days."""
 
 
 @cache
@@ -119,13 +119,13 @@ operator the other, which exports the branches."""
 
 
 ON_ONE_DAY = {"narrow_sums": 4, "dense.*mxfp6": 2, "dense.*mxint8": 0, "dense.*nvfp4": 3}
-"""Tests of modules that no quick test compiles, or hardly one (half precision): a pattern of their node ids, and the day on which all of them run, one of
-few other tests. Each of the modules takes a minute of a core."""
+"""Tests of modules that no quick test compiles, or hardly one (half precision): a pattern of their node ids, and the
+day on which all of them run, one of few other tests. Each of the modules takes a minute of a core."""
 
 
 def day_of(node: str, days: int) -> int:
-    """The day of ``days`` on which a slow test runs. Tests that differ only in parameters run on the same day, because they
-    share what they compile and load, unless it is a module that few tests share."""
+    """The day of ``days`` on which a slow test runs. Tests that differ only in parameters run on the same day, because
+    they share what they compile and load, unless it is a module that few tests share."""
     for place, entry in enumerate(LONG):
         if covers(entry, node):
             return place % days

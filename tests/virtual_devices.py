@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of a virtual SM121, and its watchers."""
+"""Fixtures of a virtual SM121, and its checkers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
+ALL_CHECKERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 RACES = 2
 
 

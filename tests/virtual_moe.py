@@ -91,7 +91,8 @@ def run_moe(
     workspace: torch.Tensor | None = None,
     next_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
+    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's
+    if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
     pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, GB10))
@@ -121,7 +122,7 @@ class LayerCall:
 
 
 def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
-    """Layers one behind the other in one workspace, with the launches of one still in flight when the next begins."""
+    """Layers one after the other in one workspace, with the launches of one still in flight when the next begins."""
     (weights,) = {call.inputs.weights for call in calls}
     module = sm12x_launch.moe_module(device, weights)
     problems = [problem_of(call.inputs, call.mode) for call in calls]

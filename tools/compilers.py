@@ -90,10 +90,10 @@ def main(words: Sequence[str]) -> int:
     missing = [version for version in versions if not toolkit(version).is_dir()]
     if missing:
         with Progress(f"pip install nvcc {', '.join(missing)}"):
-            said = {version: install(version) for version in missing}
+            output = {version: install(version) for version in missing}
         for version in missing:
-            if said[version]:
-                return fail(f"pip could not install nvcc {version}", said[version], "compilers.py")
+            if output[version]:
+                return fail(f"pip could not install nvcc {version}", output[version], "compilers.py")
     return 0
 
 

@@ -9,7 +9,7 @@
 
 ``TORCH`` names the torch to install (default ``torch==2.13.0``, any build of it); pip's own variables
 (``PIP_INDEX_URL``, ``PIP_EXTRA_INDEX_URL``, ``PIP_CACHE_DIR``) say where it comes from. One line is seen of pip; if it
-fails, its messages and, last, the remedy.
+fails, its messages and, last, the fix.
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ for line in sys.argv[1:]:
 
 
 # A message of pip or of a compiler -> what to do.
-REMEDIES = {
-    r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install python3-venv",
-    r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; make room, "
+FIXES = {
+    r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install "
+    "python3-venv",
+    r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; "
+    "make room, "
     "or VENV=/another/disk/venv TMPDIR=/another/disk/tmp make ...",
     r"name resolution|Name or service not known|Network is unreachable|Connection refused|timed out|"
-    r"ConnectTimeout|No route to host": "no package index answers. Is there a network, or a proxy to name in https_proxy? "
+    r"ConnectTimeout|No route to host": "no package index answers. Is there a network, or a proxy to name in "
+    "https_proxy? "
     "PIP_INDEX_URL names another index, PIP_FIND_LINKS a folder of wheels",
-    r"CERTIFICATE_VERIFY_FAILED": "the index's certificate is not trusted: apt-get install ca-certificates, or PIP_CERT=FILE",
+    r"CERTIFICATE_VERIFY_FAILED": "the index's certificate is not trusted: apt-get install ca-certificates, or "
+    "PIP_CERT=FILE",
 }
 
 
@@ -176,13 +180,13 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
 
 
-def fail(message: str, said: str = "", program: str = "create_env.py") -> int:
-    """One line: with the remedy if what pip or another program said is known, else behind all that it said."""
-    for pattern, remedy in REMEDIES.items():
-        if match := re.search(pattern, said):
-            message, said = f"{message} ({match[0]}): {remedy}", ""
+def fail(message: str, output: str = "", program: str = "create_env.py") -> int:
+    """One line: with the fix if what pip or another program said is known, else after all that it said."""
+    for pattern, fix in FIXES.items():
+        if match := re.search(pattern, output):
+            message, output = f"{message} ({match[0]}): {fix}", ""
             break
-    print(f"{said}{program}: {message}", file=sys.stderr)
+    print(f"{output}{program}: {message}", file=sys.stderr)
     return 1
 
 

@@ -9,7 +9,7 @@
 3. Runs one gpt-oss-120b MoE layer (hidden = intermediate = 2880, 128 experts, top-4) through ``cutlass_fused_moe`` on
    CPU tensors, in each mode, and holds every output element against a float64 reference and its error bound.
 4. Runs these kernels, for one token of that layer, on the virtual SM121 of ``emulator/``: each launch's work and
-   watchers' reports are listed.
+   checkers' reports are listed.
 5. If there is a GPU of the family, or a Hopper, runs the layer there (``scripts/verify_gpu.py``).
 
 The exit status is 0 only if every check in the tables holds. Nothing is timed on a GPU.
@@ -254,7 +254,8 @@ def run_on_virtual_device(num_tokens: int, seed: int) -> list[Check]:
     title = "4. The shipped kernels on the virtual SM121, gpt-oss-120b layer, one token: each launch"
     tell(title, headers, rows, checks)
     print(
-        "predicted: a roofline for GB10 from these counters, a lower bound and no measurement (emulator/src/model/model.h)"
+        "predicted: a roofline for GB10 from these counters, a lower bound and no measurement "
+        "(emulator/src/model/model.h)"
         "\nglobal MB: distinct 32-byte sectors touched; warp instr.: loops that wait are among them, so it varies"
     )
     return checks
@@ -315,7 +316,7 @@ def launch_rows(mode: str, launches: Sequence[Any]) -> list[list[object]]:
 
 
 def launch_checks(mode: str, launches: Sequence[Any]) -> list[Check]:
-    """Both GEMMs ran on tensor cores, in two launches or one, and no watcher has anything to report."""
+    """Both GEMMs ran on tensor cores, in two launches or one, and no checker has anything to report."""
     gemms = [launch for launch in launches if launch_title(launch.kernel) not in ("prologue", "tokens")]
     titles = [launch_title(launch.kernel) for launch in gemms]
     multiplied = all(launch.counters.by_class.get("mma", 0) for launch in gemms)
@@ -323,7 +324,7 @@ def launch_checks(mode: str, launches: Sequence[Any]) -> list[Check]:
     silent = all(launch.clean for launch in launches)
     return [
         (f"{mode}: FC1 and FC2 ran, with MMAs", titles in (["FC1", "FC2"], ["layer"]) and multiplied),
-        (f"{mode}: {len(launches)} launches, all watchers silent{''.join(chr(10) + r for r in reports)}", silent),
+        (f"{mode}: {len(launches)} launches, all checkers silent{''.join(chr(10) + r for r in reports)}", silent),
     ]
 
 

@@ -155,7 +155,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
 def entry_of(spec: Any) -> dict[str, Any]:
     """The manifest's entry of a module that has been built; ``library`` is where it lies on this machine."""
     from flashinfer.jit.sm12x import prebuilt
-    from flashinfer_sm12x.build import content_key, engine
+    from flashinfer_sm12x.build import build_hash, engine
 
     library = engine.find_library(spec.plan)
     if library is None:
@@ -164,8 +164,8 @@ def entry_of(spec: Any) -> dict[str, Any]:
         "name": spec.name,
         "architectures": prebuilt.architecture_list(spec.architectures),
         "library": str(library),
-        "sha256": content_key.hash_file(library),
-        "key": spec.content_key,
+        "sha256": build_hash.hash_file(library),
+        "key": spec.build_hash,
     }
 
 
@@ -176,7 +176,8 @@ def take_library(module: dict[str, Any], package: Path, architecture: str) -> No
         if version > OLDEST_SYSTEM[prefix]:
             needed = ".".join(map(str, version))
             raise WheelError(
-                f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, Ubuntu: "
+                f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, "
+                "Ubuntu: "
                 "apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
             )
     module["library"] = f"{module['name']}-{architecture}.so"

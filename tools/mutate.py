@@ -7,7 +7,7 @@ compiled. Before that, the same tests must pass without any change.
 
 A change ends as
 
-    caught       a test failed
+    killed       a test failed
     equivalent   nothing observable changes; the list says why, and none of its tests failed
     survived     no test failed: one is missing
     broken       it could not be tried: its text is not there, it does not compile, or its tests cannot be run
@@ -44,7 +44,7 @@ LIST = "tests/mutations.toml"
 MARKED = re.compile(r"\[-(.*?)-\]|\{\+(.*?)\+\}", re.DOTALL)  # as git diff --word-diff marks what goes and what comes
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
 PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
-GOOD = ("caught", "equivalent")
+GOOD = ("killed", "equivalent")
 VERDICTS = (*GOOD, "survived", "broken")
 
 
@@ -253,9 +253,9 @@ def judge(code: int, text: str, test: str) -> tuple[str, str]:
         passed = re.search(r"(\d+) passed", text)
         return ("survived", "") if passed else ("broken", f"{test} ran no test")
     if code < 0:
-        return "caught", f"{test}, which does not end ({signal.Signals(-code).name})"
+        return "killed", f"{test}, which does not end ({signal.Signals(-code).name})"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
-    return "caught", failed[1] if failed else test
+    return "killed", failed[1] if failed else test
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -2,11 +2,12 @@
 """Run the tests: ``make test``, ``make test-slow`` and ``make test-all``. Needs an environment that is complete.
 
     python tools/run_tests.py --jobs 2 [--upstream] [-m "not slow"] [PYTEST'S ARGUMENTS, AND TESTS BY PATH OR NODE ID]
-    python tools/run_tests.py --jobs 2 --quick [PYTEST'S ARGUMENTS, AND TESTS]    QUICK; with arguments, what is not slow
+    python tools/run_tests.py --jobs 2 --quick [PYTEST'S ARGUMENTS, AND TESTS]    QUICK; with arguments, what is not
+    slow
 
-In three processes, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's,
-and the emulator's own. Each takes of the tests that are named those that are its own; without any, all. The exit status is
-1 if a process failed, whatever the others did, and 5 if none had a test to run.
+In three processes, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual
+GPU's, and the emulator's own. Each takes of the tests that are named those that are its own; without any, all. The exit
+status is 1 if a process failed, whatever the others did, and 5 if none had a test to run.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ QUICK = (
 kernels the named ones. All others run in ``make test-all`` and in CI."""
 
 QUICK_CORE_MINUTES = 6
-"""Minutes of :data:`QUICK` times cores: two cores that have compiled nothing took 2:54, and 251 CPU seconds (2026-11-28)."""
+"""Minutes of :data:`QUICK` times cores: two cores that have compiled nothing took 2:54, and 251 CPU seconds
+(2026-11-28)."""
 
 TAKE_A_VALUE = (
     *"-k -m -n -p -c -o -r -W".split(),
@@ -160,7 +162,8 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def parts(named: Sequence[str], jobs: int, upstream: bool) -> list[Part]:
     """The processes that have one of these tests to run."""
     virtual = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(VIRTUAL))
-    # Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes on.
+    # Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes
+    # on.
     virtual.sort(key=lambda path: not path.endswith("_upstream.py"))
     left_out = [f"--ignore={path}" for path in virtual]
     # A process that is done takes tests of the other's, but of the emulator's none: their files compile programs for

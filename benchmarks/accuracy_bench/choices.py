@@ -27,8 +27,8 @@ LLAMA_CPP_NAME = "llama.cpp"
 
 
 def parse(text: str) -> Choice:
-    """``mxfp8``, ``spark``, ``qkv=mxfp4,o=mxfp4,lm_head=mxfp8``, ``mxfp8,moe=mxfp4-a8,kv=fp8``, ``llama.cpp``, or ``folder=``
-    and one of ``sm12x-quantize``'s; later words win.
+    """``mxfp8``, ``spark``, ``qkv=mxfp4,o=mxfp4,lm_head=mxfp8``, ``mxfp8,moe=mxfp4-a8,kv=fp8``, ``llama.cpp``, or
+    ``folder=`` and one of ``sm12x-quantize``'s; later words win.
 
     Raises
     ------
@@ -58,7 +58,8 @@ def parse(text: str) -> Choice:
             if weights != BF16 and weights not in OURS:
                 allowed = ", ".join([BF16, *OURS])
                 raise ValueError(
-                    f"{text!r}: {key} is {value!r}; it may be {allowed}, the formats with -a16, -a8 or -a4 behind, and all of it "
+                    f"{text!r}: {key} is {value!r}; it may be {allowed}, the formats with -a16, -a8 or -a4 behind, "
+                    "and all of it "
                     f"{', '.join(PRESETS)} or {LLAMA_CPP_NAME}"
                 )
             named[key] = weights
@@ -84,7 +85,8 @@ def parse(text: str) -> Choice:
 
 
 def of_weights() -> list[Choice]:
-    """Every format in all three, in the LM head alone, and in QKV and O beside the presets' head; others in all three."""
+    """Every format in all three, in the LM head alone, and in QKV and O beside the presets' head; others in all
+    three."""
     mixed = [BF16, *SERVED]
     heads = {BF16: mixed} | {name: [PRESETS["spark"]["lm_head"], name] for name in SERVED}
     served = [Choice(body, body, head) for body in mixed for head in dict.fromkeys(heads[body])]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts under ``"moe": "auto"``: which mode the operator takes for how many tokens, and what it and the other lose."""
+"""Experts under ``"moe": "auto"``: which mode the operator takes for how many tokens, and what it and the other
+lose."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def output(inputs: MoEInputs, mode: Mode) -> torch.Tensor:
 def table(seed: int = 0) -> str:
     """A row for each number of tokens: the mode, both modes' error, and both modes' time on a GB10, predicted.
 
-    An error is that of the layer's outputs, of random weights and tokens, over the outputs in float64. Times are the whole
-    layer's, of W4A8 with tokens that are MXFP8 already.
+    An error is that of the layer's outputs, of random weights and tokens, over the outputs in float64. Times are the
+    whole layer's, of W4A8 with tokens that are MXFP8 already.
     """
     layer = MODELS[LAYER_MODEL].moe
     switch = int(most_exact_tokens(layer.top_k, layer.experts))
@@ -56,5 +57,5 @@ def table(seed: int = 0) -> str:
                 *("-" if time is None else "{:,.0f} - {:,.0f}".format(*time) for time in times),
             ]
         )
-    told = [f"{what}, {mode}" for what in ("error", "GB10, us") for mode in MODES.values()]
-    return github(rows, ["tokens", "auto takes", *told])
+    columns = [f"{what}, {mode}" for what in ("error", "GB10, us") for mode in MODES.values()]
+    return github(rows, ["tokens", "auto takes", *columns])

@@ -23,8 +23,8 @@ from flashinfer.testing.mxfp_formats import unswizzle_scales
 
 T = TypeVar("T")
 LIBRARY, MOE_LIBRARY = "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"
-# A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
-# each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.
+# A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five
+# roundings, each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.
 TOLERANCE = 6 * 2.0**-9
 
 
@@ -47,8 +47,8 @@ class Peer(Protocol):
 
 
 class Matrix(NamedTuple):
-    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, or ``K / 16`` of
-    NVFP4, bias ``[E, N]`` or None."""
+    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, or
+    ``K / 16`` of NVFP4, bias ``[E, N]`` or None."""
 
     packed: torch.Tensor
     scales: torch.Tensor

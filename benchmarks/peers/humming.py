@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """HUMMING (package humming-kernels 0.1.19): GEMMs with MXFP4, NVFP4 or MXFP8 weights, called as vLLM 0.33 calls them.
 
-Facts of its interface: weights are int32 words of the checkpoint's bytes, ``[N, K bits / 32]`` or of experts ``[E, ...]``,
-scales E8M0 ``[N, K / 32]``, or E4M3 ``[N, K / 16]`` beside a float32 per expert;
-``prepare_and_transform_humming_tensors`` pads (vLLM: N to 256, K to 128) and rearranges them; inputs and outputs keep their sizes.  A schedule is chosen by the number of rows among intervals ``(low, high]``,
-and the kernels of all schedules that it is given are compiled at their first use.  An indexed GEMM takes (token, slot)
-pairs grouped by expert in blocks of its schedule's rows, as vLLM's ``moe_align_block_size`` makes them.
+Facts of its interface: weights are int32 words of the checkpoint's bytes, ``[N, K bits / 32]`` or of experts
+``[E, ...]``, scales E8M0 ``[N, K / 32]``, or E4M3 ``[N, K / 16]`` beside a float32 per expert;
+``prepare_and_transform_humming_tensors`` pads (vLLM: N to 256, K to 128) and rearranges them; inputs and outputs keep
+their sizes.  A schedule is chosen by the number of rows among intervals ``(low, high]``, and the kernels of all
+schedules that it is given are compiled at their first use.  An indexed GEMM takes (token, slot) pairs grouped by expert
+in blocks of its schedule's rows, as vLLM's ``moe_align_block_size`` makes them.
 
 The activation between the GEMMs is the package's own kernel with an expression of ours; the weighted sum of a token's
 experts, which vLLM has in Triton, is a Triton kernel of ours.

@@ -2,10 +2,10 @@
 """Marlin's W4A16 MoE kernel out of vLLM 0.33's compiled operators, driven without vLLM's Python.
 
 Facts of its interface: 4-bit weights lie as int32 ``[E, K / 16, 2 N]``, in tiles of 16 K x 64 N that hold a word for
-each lane and each group of 16 columns; scales are E8M0 bytes ``[E, K / 32, N]`` whose columns are permuted in groups of 64
-and then of 4; biases are permuted in groups of 32; rows of a call are grouped by expert in blocks that
-``moe_align_block_size`` makes.  NVFP4's scales, for 16 of K, are the five exponent and three upper mantissa bits of 2^7 times
-their value in float16; an expert's global scale, float32, is times 2^119 then, and
+each lane and each group of 16 columns; scales are E8M0 bytes ``[E, K / 32, N]`` whose columns are permuted in groups of
+64 and then of 4; biases are permuted in groups of 32; rows of a call are grouped by expert in blocks that
+``moe_align_block_size`` makes.  NVFP4's scales, for 16 of K, are the five exponent and three upper mantissa bits of 2^7
+times their value in float16; an expert's global scale, float32, is times 2^119 then, and
 FC2's bias is added before it.  Sizes are padded as vLLM pads them: MXFP4's hidden ones to 256 and intermediate ones to
 128; NVFP4's intermediate ones to 64, or to 128 where the hidden one is no multiple of 128.
 

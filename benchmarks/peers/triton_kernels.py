@@ -51,7 +51,8 @@ def _interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(packed: torch.Tensor, scales: torch.Tensor) -> tuple[Any, Any]:
-    """Weights ``[E, K, N]`` and what describes their scales, from rows ``[E, N, K / 2]`` and bytes ``[E, N, K / 32]``."""
+    """Weights ``[E, K, N]`` and what describes their scales, from rows ``[E, N, K / 2]`` and bytes
+    ``[E, N, K / 32]``."""
     value_layout, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     scale_layout, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=NUM_WARPS)
     # Hopper's layout of scales wants groups of four along K.

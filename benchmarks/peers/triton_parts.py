@@ -62,7 +62,8 @@ def _sum_kernel(parts, weights, output, hidden, TOP_K: tl.constexpr, COLUMNS: tl
 
 
 def weighted_sum(parts: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
-    """``output[M, H]`` from ``parts[M, top_k, H]`` and float32 ``weights[M, top_k]``; all contiguous, sums in float32."""
+    """``output[M, H]`` from ``parts[M, top_k, H]`` and float32 ``weights[M, top_k]``; all contiguous, sums in
+    float32."""
     tokens, top_k, hidden = parts.shape
     kernel: Any = _sum_kernel
     kernel[tokens, triton.cdiv(hidden, _COLUMNS)](parts, weights, output, hidden, TOP_K=top_k, COLUMNS=_COLUMNS)

@@ -38,8 +38,8 @@ MOST_PASSES = 4
 Run = tuple[int, int]
 """Tokens, and rows of the weight."""
 RUNS = Path(__file__).with_name("gb10_dense.csv")
-"""One line a launch of each run that prices an instance which the planner could give gpt-oss-120b's matrices, where its choice
-changes; ``benchmarks/bench_token.py --emulate`` writes it. A test emulates one and compares."""
+"""One line a launch of each run that prices an instance which the planner could give gpt-oss-120b's matrices, where its
+choice changes; ``benchmarks/bench_token.py --emulate`` writes it. A test emulates one and compares."""
 
 PRICED_FORMATS: tuple[tuple[str, Format], ...] = (
     ("mxfp4", "bf16"),

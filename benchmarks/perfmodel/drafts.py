@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting a token costs on a GB10: a draft model's matrices are read once a drafted token, its own LM head among them.
+"""What drafting a token costs on a GB10: a draft model's matrices are read once a drafted token, its own LM head among
+them.
 
 Others compute it (vLLM: cuBLAS in bf16, Marlin in MXFP4), so its time is its bytes and the fixed times of its kernels.
 """
@@ -37,8 +38,8 @@ EAGLE3 = Draft(
     },
     10,
 )
-"""NVIDIA's Eagle3-v3 of gpt-oss-120b (sizes in gptoss-spark's bench/draft_microbench.py): three hidden states of the model go
-in, and its LM head is its own."""
+"""NVIDIA's Eagle3-v3 of gpt-oss-120b (sizes in gptoss-spark's bench/draft_microbench.py): three hidden states of the
+model go in, and its LM head is its own."""
 SHORT_HEAD = 32_768
 """Rows that gptoss-spark leaves of that LM head (``ops/shrink-draft-vocab.py``); 1.8 points of acceptance are lost."""
 DRAFTS = {"eagle3": EAGLE3}

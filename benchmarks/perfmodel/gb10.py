@@ -39,10 +39,10 @@ class Rates:
 
 FAST, MIDDLE, SLOW = Rates(250.0, 1024.0), Rates(233.0, 943.0), Rates(218.0, 862.0)
 """DRAM, fast: what a bf16 GEMV reads on a GB10 (250.9 GB/s, gptoss-spark; a read-only probe 252.7, minfer). Slow: the
-least marginal rate of the kernels that stream experts with one block an SM and three or more stages in flight: 218 to 222
-(trellis experts by ``cp.async``) and 223 (CUTLASS's grouped GEMM by bulk copies, three stages). Not taken: 195 and 208 GB/s of
-``cp.async`` kernels, which are whole times, launches included, and 83 of two stages. bf16, fast: RTX PRO's rate; slow: what
-cuBLAS reaches on a GB10 (100 TFLOPS at 2.418 GHz), so that GeForce's 512 is excluded."""
+least marginal rate of the kernels that stream experts with one block an SM and three or more stages in flight: 218 to
+222 (trellis experts by ``cp.async``) and 223 (CUTLASS's grouped GEMM by bulk copies, three stages). Not taken: 195 and
+208 GB/s of ``cp.async`` kernels, which are whole times, launches included, and 83 of two stages. bf16, fast: RTX PRO's
+rate; slow: what cuBLAS reaches on a GB10 (100 TFLOPS at 2.418 GHz), so that GeForce's 512 is excluded."""
 
 FIXED_US = {
     "MoE": (14.0, 30.0),
@@ -53,17 +53,18 @@ FIXED_US = {
     "attention": (8.0, 16.0),
     "decode_attention": (5.0, 12.0),
 }
-"""Microseconds, fast and slow, that a call takes besides its busiest resource: its launches in a graph, tails and gaps.
+"""Microseconds, fast and slow, that a call takes in addition to its busiest resource: its launches in a graph, tails
+and gaps.
 
 MoE: an H200 takes 14 us at one token beyond its bytes and arithmetic. dense: one launch; an H200 takes 10 us at one
 token beyond its bytes, with no earlier launch to hide a part of that. small: a norm or an elementwise kernel of
-vLLM's decode step on a GB10 takes 1.67 us (0.29 ms, 174 kernels, gptoss-spark), a top-k on an H200 2.9, and no time passes
-between kernels of a graph there (24.9 of 25 s). gemm: on a GB10 cuBLAS's router takes 5.3 us, 3.2 of them bytes; Marlin's 79
-GEMMs of a drafted pass take 5.62 ms, 0.68 more than their 1.23 GB at the fast rate. router: this fork's, two launches; an H200 takes 6.0 us for one
-token, norm and bytes included. Its weights may be prefetched before it begins; that is not modelled. attention:
-FlashInfer's XQA takes 10 to 15 us on an H200 up to a context of 1,024. decode_attention: this fork's; assumed equal to
-dense, which is one launch with a start and a tail, too: an H200 takes 8.3 to 8.8 us in a window and 9.3 to 10.2 us at a
-context of 1,024.
+vLLM's decode step on a GB10 takes 1.67 us (0.29 ms, 174 kernels, gptoss-spark), a top-k on an H200 2.9, and no time
+passes between kernels of a graph there (24.9 of 25 s). gemm: on a GB10 cuBLAS's router takes 5.3 us, 3.2 of them bytes;
+Marlin's 79 GEMMs of a drafted pass take 5.62 ms, 0.68 more than their 1.23 GB at the fast rate. router: this fork's,
+two launches; an H200 takes 6.0 us for one token, norm and bytes included. Its weights may be prefetched before it
+begins; that is not modelled. attention: FlashInfer's XQA takes 10 to 15 us on an H200 up to a context of 1,024.
+decode_attention: this fork's; assumed equal to dense, which is one launch with a start and a tail, too: an H200 takes
+8.3 to 8.8 us in a window and 9.3 to 10.2 us at a context of 1,024.
 """
 LAUNCH_SAVED_US = {"experts": 0.7, "top-k": 1.0}
 """Microseconds that a call in a decode step saves. experts: ``moe_step`` with the caller's counters needs no launch
@@ -75,25 +76,30 @@ SECOND_LAUNCH_US = 3.0
 """Microseconds that a second launch adds to a dense layer."""
 
 
-def told(layers: str) -> list[str]:
+def assumptions(layers: str) -> list[str]:
     """The assumptions, one line each; the last one is of ``layers``, "MoE" or "dense"."""
     fast, slow = (f"{end:g}" for end in FIXED_US[layers])
     fixed = {
         "MoE": f"launches, routing and tail: {fast} to {slow} us a layer (an H200 takes 14 at one token beyond "
         f"its bytes and arithmetic; a GB10's clock and latencies are unknown), {SECOND_GEMM_US:g} more for a pair of "
         "GEMMs (measured on an H200)",
-        "dense": f"launch and tail: {fast} to {slow} us a layer (an H200 takes 10), {SECOND_LAUNCH_US:g} more for a GEMM",
+        "dense": f"launch and tail: {fast} to {slow} us a layer (an H200 takes 10), {SECOND_LAUNCH_US:g} more for a "
+        "GEMM",
     }
     return [
-        f"GB10: {MULTIPROCESSORS} SMs, {SCHEDULERS} schedulers each, {GIGAHERTZ} GHz, L2 of {L2_MEGABYTES:g} MB (published)",
-        f"DRAM: {FAST.dram_gb_per_second:g} GB/s (a bf16 GEMV and a read-only probe) to {SLOW.dram_gb_per_second:g} (marginal "
-        f"rate of streamed experts: 218 to 223), shares are of {MIDDLE.dram_gb_per_second:g} (saturating reads: 227 to 253; "
+        f"GB10: {MULTIPROCESSORS} SMs, {SCHEDULERS} schedulers each, {GIGAHERTZ} GHz, L2 of {L2_MEGABYTES:g} MB "
+        "(published)",
+        f"DRAM: {FAST.dram_gb_per_second:g} GB/s (a bf16 GEMV and a read-only probe) to {SLOW.dram_gb_per_second:g} "
+        "(marginal "
+        f"rate of streamed experts: 218 to 223), shares are of {MIDDLE.dram_gb_per_second:g} (saturating reads: 227 "
+        "to 253; "
         "Marlin's LM head 233; sold as 273)",
         f"L2: {L2_USABLE:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
         "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
         f"MMA: {MMA_FLOPS_PER_CYCLE} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
         "cards), twice as many with two packed MXFP4 ones (published); "
-        f"{FAST.bf16_flops_per_cycle:g} (as on RTX PRO) to {SLOW.bf16_flops_per_cycle:g} (what cuBLAS reaches on a GB10) with "
+        f"{FAST.bf16_flops_per_cycle:g} (as on RTX PRO) to {SLOW.bf16_flops_per_cycle:g} (what cuBLAS reaches on a "
+        "GB10) with "
         "bf16",
         f"issue: {ISSUE_PER_WARP} instructions per cycle for each resident warp of a scheduler, at most "
         f"{ISSUE_CEILING} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
@@ -161,7 +167,8 @@ class Launch:
 
 @dataclasses.dataclass(kw_only=True)
 class Times:
-    """Microseconds, by the middle of each range except ``fast`` and ``slow``; ``bound``: what launches wait for longest.
+    """Microseconds, by the middle of each range except ``fast`` and ``slow``; ``bound``: what launches wait for
+    longest.
 
     ``megabytes`` are those that must be read.
     """
@@ -187,7 +194,8 @@ class Times:
 
 
 def times(launches: Sequence[Launch], operand: str, megabytes: float, fixed: tuple[float, float]) -> dict[str, Any]:
-    """The fields of :class:`Times` of launches one after the other; ``fixed``: microseconds beside them, fast and slow."""
+    """The fields of :class:`Times` of launches one after the other; ``fixed``: microseconds beside them, fast and
+    slow."""
     totals, waited = (dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0) for _ in range(2))
     for launch in launches:
         used = launch.busy(operand)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MoE layer's time on a GB10, predicted for each mode and each tactic that the planner gives.
 
-1. The kernels compiled for ``sm_121a`` run on the virtual device in the layer's full hidden and intermediate size, on a few
-   experts.  Each launch yields its counts: warp instructions, MMA operations, shared-memory wavefronts and distinct bytes of
-   global memory.
-2. A launch's counts are linear in three numbers: 1 (the grid, and units of work that are cut between blocks), the tiles of
-   tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done for each
-   row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
-   coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By these counts
-   weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more often, because L2 is
-   too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.  A
-   streamed layer reads an expert's weights once for each of its tiles.
+1. The kernels compiled for ``sm_121a`` run on the virtual device in the layer's full hidden and intermediate size, on a
+   few experts.  Each launch yields its counts: warp instructions, MMA operations, shared-memory wavefronts and distinct
+   bytes of global memory.
+2. A launch's counts are linear in three numbers: 1 (the grid, and units of work that are cut between blocks), the tiles
+   of tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done
+   for each row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles -
+   give the three coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By
+   these counts weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more
+   often, because L2 is too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when
+   L2 has lost them.  A streamed layer reads an expert's weights once for each of its tiles.
 3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, as is the
-   arranging of tokens for a streamed layer; for a pair of GEMMs that is linear in R (it reads a token's row once and writes
-   it for each of its experts; emulated with fewer of them, reads are overestimated).
+   arranging of tokens for a streamed layer; for a pair of GEMMs that is linear in R (it reads a token's row once and
+   writes it for each of its experts; emulated with fewer of them, reads are overestimated).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Work:
 class Fit:
     """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
 
-    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a streamed layer's arranging, are the
-    batch's tokens (``by_tokens``). ``warps`` are the resident ones of a scheduler.
+    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a streamed layer's arranging, are
+    the batch's tokens (``by_tokens``). ``warps`` are the resident ones of a scheduler.
     """
 
     tile: int

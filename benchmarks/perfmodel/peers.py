@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of others: grouped GEMMs counted on the virtual SM121, in the sizes and with the tiles that vLLM gives them.
 
-- ``CUTLASS``: upstream's SM120 MXFP4 grouped GEMM, MXFP8 tokens, 128 rows of weights a tile. vLLM rounds both sizes up to
+- ``CUTLASS``: upstream's SM120 MXFP4 grouped GEMM, MXFP8 tokens, 128 rows of weights a tile. vLLM rounds both sizes up
+  to
   128. Below 64 tokens the published builds take tiles of 64 token rows, else of 128 (flashinfer, branch mxfp4_v2).
-- ``Marlin``: bf16 tokens, weights dequantized. vLLM rounds the hidden size up to 256 and the intermediate one to 128, and takes
-  the smallest block of routes that an expert's mean share does not nearly fill.
+- ``Marlin``: bf16 tokens, weights dequantized. vLLM rounds the hidden size up to 256 and the intermediate one to 128,
+  and takes the smallest block of routes that an expert's mean share does not nearly fill.
 
-Counts are functions of the work, as this fork's are (:class:`.moe.Fit`): :data:`FITS` was emulated in full sizes on 2 to 4
-experts, each row a token of its own. Within an expert tokens and weights fit in L2 and come from DRAM once. Marlin's blocks
-take tiles of whole experts in turn once there are more tiles than blocks: then each tile reads its weights again, unless two
-of an expert happen to keep pace. The fast end has them do, the slow end not.
+Counts are functions of the work, as this fork's are (:class:`.moe.Fit`): :data:`FITS` was emulated in full sizes on 2
+to 4 experts, each row a token of its own. Within an expert tokens and weights fit in L2 and come from DRAM once.
+Marlin's blocks take tiles of whole experts in turn once there are more tiles than blocks: then each tile reads its
+weights again, unless two of an expert happen to keep pace. The fast end has them do, the slow end not.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MARLIN_BLOCKS, MARLIN_FILL = (8, 16, 32, 48, 64), 0.9
 class Peer:
     """A layer of others.
 
-    ``operand`` is what its MMAs multiply, ``hidden`` and ``inter`` are what sizes are rounded up to. Its small launches read or
-    write, for each route, ``of_hidden`` and ``of_inter`` bytes times the sizes: tokens gathered by expert and outputs; FC1's
-    output and activations. ``support_us``: microseconds of its small launches where a GB10's were published; None: by their
-    number.
+    ``operand`` is what its MMAs multiply, ``hidden`` and ``inter`` are what sizes are rounded up to. Its small launches
+    read or write, for each route, ``of_hidden`` and ``of_inter`` bytes times the sizes: tokens gathered by expert and
+    outputs; FC1's output and activations. ``support_us``: microseconds of its small launches where a GB10's were
+    published; None: by their number.
     """
 
     name: str
@@ -94,10 +95,10 @@ class Peer:
 
 MXFP8, BF16 = 1 + 1 / SCALE_BLOCK, 2.0
 SUPPORT_US = 20.06 + 18.66 + 8.53 + 6.30 + 2.30
-"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows gathered
-by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
-MENDED_US = 15.0, 12.0
-"""What the layer saves, fast and slow, once those loops are mended."""
+"""Small launches of the CUTLASS layer on a GB10, by nsys (gptoss-spark, page KERNELS, 2026-08-30): activation, rows
+gathered by expert, strides, sum, expert maps. The first two loop over 16,384 padding slots."""
+ONCE_FIXED_US = 15.0, 12.0
+"""What the layer saves, fast and slow, once those loops are fixed."""
 PEERS = {
     "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8), (SUPPORT_US, SUPPORT_US)),
     "CUTLASS 0.2": Peer(
@@ -107,7 +108,7 @@ PEERS = {
         128,
         (MXFP8, BF16),
         (2 * BF16, MXFP8),
-        (SUPPORT_US - MENDED_US[0], SUPPORT_US - MENDED_US[1]),
+        (SUPPORT_US - ONCE_FIXED_US[0], SUPPORT_US - ONCE_FIXED_US[1]),
     ),
     "Marlin": Peer("Marlin", "bf16", 256, 128, (BF16,), (2 * BF16, BF16)),
 }

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which experts tokens choose: uniformly, or by one profile of gpt-oss.
 
-The profile: the experts' popularity in a layer is log-normal, by quantiles, with one parameter, the standard deviation of its
-logarithm. It is calibrated on the streams of one Spark that kubis.ai published (``published.csv``, role *routing*: 4, 8, 16 and
-32 streams, random passages of one book, so no prompt is shared). Their times a step, less that of one stream and the streams'
-KV, divided by gptoss-spark's 62 us an expert and layer, say how many distinct experts a layer touched (:func:`distinct`): 12.7,
-19.3, 28.4 and 39.9. Each fits a spread of its own, 1.53 to 1.97, which is the range. Those rows are
-not counted as rows. Zipf's weights fit these counts with exponents of 1.0 to 1.4, and weights that fall by a factor at each rank
-fit them as well but leave a long prompt half of the experts. For comparison: Gemma 4 26B-A4B (128 experts, top-8) has a Gini
-coefficient of 0.76, a spread of 2.0.
+The profile: the experts' popularity in a layer is log-normal, by quantiles, with one parameter, the standard deviation
+of its logarithm. It is calibrated on the streams of one Spark that kubis.ai published (``published.csv``, role
+*routing*: 4, 8, 16 and 32 streams, random passages of one book, so no prompt is shared). Their times a step, less that
+of one stream and the streams' KV, divided by gptoss-spark's 62 us an expert and layer, say how many distinct experts a
+layer touched (:func:`distinct`): 12.7, 19.3, 28.4 and 39.9. Each fits a spread of its own, 1.53 to 1.97, which is the
+range. Those rows are not counted as rows. Zipf's weights fit these counts with exponents of 1.0 to 1.4, and weights
+that fall by a factor at each rank fit them as well but leave a long prompt half of the experts. For comparison: Gemma 4
+26B-A4B (128 experts, top-8) has a Gini coefficient of 0.76, a spread of 2.0.
 
-Neighbouring tokens of one sequence share 26 % (GLM-4.7-Flash, 64 experts, top-4), 34 % (GLM-5.2), 38 % (Cohere) and 44 % (Gemma
-4) of their experts. gpt-oss-120b: 15.57 ms of experts in a pass of two tokens (gptoss-spark) are 7.0 experts a layer at 62 us,
-which is 25 %. The sources' addresses are in ``benchmarks/token_bench/published.csv``.
+Neighbouring tokens of one sequence share 26 % (GLM-4.7-Flash, 64 experts, top-4), 34 % (GLM-5.2), 38 % (Cohere) and 44
+% (Gemma 4) of their experts. gpt-oss-120b: 15.57 ms of experts in a pass of two tokens (gptoss-spark) are 7.0 experts a
+layer at 62 us, which is 25 %. The sources' addresses are in ``benchmarks/token_bench/published.csv``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flashinfer.sm12x.models import MoELayer
 
 
 class Routing(NamedTuple):
-    """``spread``: the standard deviation of the logarithm of the experts' popularity, 0: all alike; ``shared``: the share of
-    a token's experts that the next one of its sequence keeps."""
+    """``spread``: the standard deviation of the logarithm of the experts' popularity, 0: all alike; ``shared``: the
+    share of a token's experts that the next one of its sequence keeps."""
 
     spread: float = 0.0
     shared: float = 0.0

@@ -62,25 +62,27 @@ KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 
 PARTS = (
-    "embedding", "norms", "QKV", "rope", "KV write", "attention, full", "attention, window", "O", "router", "top-k", "MoE",
+    "embedding", "norms", "QKV", "rope", "KV write", "attention, full", "attention, window", "O", "router", "top-k",
+    "MoE",
     "all-reduce", "LM head", "argmax",
 )  # fmt: skip
 """The parts, in the order in which a step runs them."""
 
 OTHERS_EXPERTS = {"gemm": (2, 2), "small": (6, 8)}
-"""Launches of others' MoE layer, fast and slow. vLLM's Marlin layer has eight in all on an H200; upstream's CUTLASS layer
-quantizes tokens and activations in launches of their own."""
+"""Launches of others' MoE layer, fast and slow. vLLM's Marlin layer has eight in all on an H200; upstream's CUTLASS
+layer quantizes tokens and activations in launches of their own."""
 STREAMED = (1.0, 1.1)
 """The time to stream attention's cache, fast and slow, over that of its bytes: this fork's streams take up to 1.12
 times a plain read on an H200."""
 REACHED = {"gemm": (0.9, 0.7), "experts": (0.79, 0.62), "attention": (0.73, 0.5)}
-"""Shares of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
-grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
+"""Shares of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and
+CUTLASS's grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
 ENGINE_US = (0.0, 250.0)
-"""Microseconds that a serving engine adds to a step, fast and slow. vLLM's with graphs adds none on a GB10 (kernels run for 24.9
-of 25 s, gptoss-spark) and up to 250 on an H200 (docs/log.md)."""
+"""Microseconds that a serving engine adds to a step, fast and slow. vLLM's with graphs adds none on a GB10 (kernels run
+for 24.9 of 25 s, gptoss-spark) and up to 250 on an H200 (docs/log.md)."""
 EAGER_US = (0.0, 1600.0)
-"""The same without graphs: assumed; 1,600 is what vLLM takes beyond a single kernel that runs the whole model (mirage #563)."""
+"""The same without graphs: assumed; 1,600 is what vLLM takes beyond a single kernel that runs the whole model (mirage
+#563)."""
 CUBLAS_GB_PER_SECOND = 190.0
 """What cuBLAS reads of a layer's bf16 matrix at few tokens, slow: two of 189 and 94 MB take 1.49 ms (gptoss-spark,
 SPECULATION page). Fast, and an LM head: DRAM's rate."""
@@ -89,7 +91,8 @@ ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 5
 NCCL, two Sparks (dgx-spark-playbooks #103), at 48 KB four (b12x #295). A token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
-"""The doctor's probe runs this model. Dense layers and attention are the same in all models, and kept under its name."""
+"""The doctor's probe runs this model. Dense layers and attention are the same in all models, and kept under its
+name."""
 FITTED_MODES = {"mxfp8": 0, "bf16": 2}
 """The mode of the kept fits, by the experts' token format; MXFP8 input is less than 1 % from bf16 input."""
 KEPT_BATCHES = (1, 4, 16, 64)
@@ -305,7 +308,8 @@ def kept_kernel(
     others = (kind, model, ranks, weights, activation, context)
     batches = [str(key[3]) for key in kept() if (*key[:3], *key[4:]) == others]
     raise ValueError(
-        f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in {activation}: "
+        f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in "
+        f"{activation}: "
         f"{', '.join(batches) or 'none'} only"
     )
 
@@ -314,8 +318,8 @@ def kept_kernel(
 class Given:
     """Inputs of a prediction, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
 
-    ``engine_us`` is what the engine adds to a step. ``experts``: how many a layer touches, in place of ``routing``; only
-    of others' counted experts. ``nccl``: all-reduces are known to be NCCL's.
+    ``engine_us`` is what the engine adds to a step. ``experts``: how many a layer touches, in place of ``routing``;
+    only of others' counted experts. ``nccl``: all-reduces are known to be NCCL's.
     """
 
     device: Device = GB10
@@ -380,7 +384,8 @@ class Predicted:
 
 
 def on_device(kernel: Times, scaled: bool, device: Device) -> tuple[float, float]:
-    """Microseconds of one call on a device: the kept range, moved by what its busiest resource takes there and on a GB10.
+    """Microseconds of one call on a device: the kept range, moved by what its busiest resource takes there and on a
+    GB10.
 
     ``scaled``: its MMAs are block-scaled ones, else those of bf16. Blocks are taken to fill the device.
     """
@@ -409,7 +414,8 @@ def flops_of(size: Model, step: Step, part: str) -> float:
 def others_experts_us(given: Given, peer: Peer | None = None) -> tuple[float, float]:
     """Microseconds of the launches of others' MoE layer.
 
-    Where its small ones were published as a GB10's, a GEMM after another takes a graph's node to this fork's second launch.
+    Where its small ones were published as a GB10's, a GEMM after another takes a graph's node to this fork's second
+    launch.
     """
     if peer is not None and peer.support_us is not None:
         fast, slow = peer.support_us
@@ -444,7 +450,8 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
 
 
 def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> tuple[float, float]:
-    """Microseconds of one call of what is not this fork's, or was not emulated so; ``parts`` by the routing of each end."""
+    """Microseconds of one call of what is not this fork's, or was not emulated so; ``parts`` by the routing of each
+    end."""
     name, device, ends = parts[0].name, given.device, []
     attention, experts = name.startswith("attention"), name == "MoE"
     for end, part in enumerate(parts):
@@ -485,7 +492,8 @@ def sooner(ends: tuple[float, float], microseconds: float) -> tuple[float, float
 
 
 def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
-    """This fork's kernel where it computes a part other than the experts; None where others do, and of attention not run so.
+    """This fork's kernel where it computes a part other than the experts; None where others do, and of attention not
+    run so.
 
     Raises
     ------
@@ -662,19 +670,24 @@ def from_report(path: Path) -> Given:
     return report.given()
 
 
-def told() -> list[str]:
+def assumptions() -> list[str]:
     """The assumptions, a line each."""
     kinds = ("small", "gemm", "router", "attention", "decode_attention")
     fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
     return [
-        *gb10.told("MoE"),
+        *gb10.assumptions("MoE"),
         f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: 1.67 on a GB10, 2.9 on "
-        f"an H200, a graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; attention: XQA takes "
+        f"an H200, a graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; "
+        "attention: XQA takes "
         f"10 to 11 on an H200); cuBLAS reads QKV and O in bf16 at {CUBLAS_GB_PER_SECOND:g} GB/s to DRAM's rate",
-        f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to 1.12 on an H200)",
-        f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate (assumed), attention "
-        f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv 2307.08691)",
-        "an all-reduce between two Sparks: {:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) to {:g} (NCCL, 8 KB, two "
+        f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to "
+        "1.12 on an H200)",
+        f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate "
+        "(assumed), attention "
+        f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv "
+        "2307.08691)",
+        "an all-reduce between two Sparks: {:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) to {:g} "
+        "(NCCL, 8 KB, two "
         "Sparks, dgx-spark-playbooks #103), of 48 KB {:g} to {:g} (b12x #295)".format(
             *(end for ends in ALL_REDUCE_US.values() for end in ends)
         ),

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What others measured, predicted by the model that predicts this fork: predicted beside published.
 
-``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was taken from
-it. ``later``: the same, added and predicted once when the model's causes were final. ``counted``: the same, added before experts
-of others were counted, and predicted once before and once behind that. ``input``: the model takes it, so that it is no row.
-``autumn``: the same, added on 2026-11-28 from what others had measured since August. ``routing`` and ``taken``: figures of these from which
-the model takes its routing or a constant, so that they are shown and not counted. ``told``: a figure whose kernels were not
-counted in its sizes, so that nothing is predicted.
-``hindcast_frozen.csv`` has what the model of 2026-11-24 predicted before any comparison, ``hindcast_bytes.csv`` what it did of
-all rows before that counting, ``hindcast_counted.csv`` what it did afterwards, ``hindcast_autumn.csv`` what the model of 2026-11-28 predicted of the autumn's rows before any
-comparison.
+``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was
+taken from it. ``later``: the same, added and predicted once when the model's causes were final. ``counted``: the same,
+added before experts of others were counted, and predicted once before and once behind that. ``input``: the model takes
+it, so that it is no row. ``autumn``: the same, added on 2026-11-28 from what others had measured since August.
+``routing`` and ``taken``: figures of these from which the model takes its routing or a constant, so that they are shown
+and not counted. ``told``: a figure whose kernels were not counted in its sizes, so that nothing is predicted.
+``hindcast_frozen.csv`` has what the model of 2026-11-24 predicted before any comparison, ``hindcast_bytes.csv`` what it
+did of all rows before that counting, ``hindcast_counted.csv`` what it did afterwards, ``hindcast_autumn.csv`` what the
+model of 2026-11-28 predicted of the autumn's rows before any comparison.
 
-Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
-No prediction reads a value of ``published.csv``.
+Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their
+launches. No prediction reads a value of ``published.csv``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ PUBLISHED, FROZEN, BY_BYTES, COUNTED, AUTUMN = (
 class Figure:
     """A line of ``published.csv``; the batch's fields are zero in an input.
 
-    ``experts``: how many distinct ones a timed layer was given; 0: by routing. ``yields``: tokens that a step of ``new``
-    ones gave, where all but one were drafted; 0: all of them.
+    ``experts``: how many distinct ones a timed layer was given; 0: by routing. ``yields``: tokens that a step of
+    ``new`` ones gave, where all but one were drafted; 0: all of them.
     """
 
     role: str
@@ -215,7 +215,8 @@ def compared() -> list[Compared]:
 
 
 def frozen_again(them: Sequence[Compared]) -> list[Compared]:
-    """The same rows as they were predicted before any comparison: earlier ones when those were final, the autumn's frozen."""
+    """The same rows as they were predicted before any comparison: earlier ones when those were final, the autumn's
+    frozen."""
     kept = earlier(COUNTED) | earlier(AUTUMN)
     return [Compared(each.row, *kept[each.row.name]) for each in them]
 
@@ -373,7 +374,8 @@ def draw(path: Path) -> None:
     middles = [middle for _, middle, _ in mine]
     spread = [[middle - slow for slow, middle, _ in mine], [fast - middle for _, middle, fast in mine]]
     axes.errorbar(
-        middles, middles, yerr=spread, fmt="D", markersize=5, capsize=2, color="0.35", markerfacecolor="white", linewidth=1,
+        middles, middles, yerr=spread, fmt="D", markersize=5, capsize=2, color="0.35", markerfacecolor="white",
+        linewidth=1,
         label="this fork on a GB10: not measured",
     )  # fmt: skip
     axes.set(

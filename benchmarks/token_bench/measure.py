@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step in one CUDA graph: its time by replays, and which part each of its kernels belongs to.
 
-Replays have the weights of all layers to read, gigabytes, so L2 brings nothing from one to the next. A second graph of the
-same step has an empty kernel in front of each part; what lies between two of them is the part's. Times of kernels are those
-of replays of the first graph under the profiler (CUPTI), which adds a little to each: the total is measured without it.
+Replays have the weights of all layers to read, gigabytes, so L2 brings nothing from one to the next. A second graph of
+the same step has an empty kernel before each part; what lies between two of them is the part's. Times of kernels
+are those of replays of the first graph under the profiler (CUPTI), which adds a little to each: the total is measured
+without it.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def random_experts(size: Size, generator: torch.Generator) -> MoEInputs:
     *fc2, fc2_bias = matrix(size.hidden, size.inter)
     alpha, beta, limit = (torch.full((e,), value, device=device) for value in (ALPHA, BETA, LIMIT))
     return MoEInputs(
-        nothing, nothing, nothing, *fc1, *fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, swiglu_alpha=alpha, swiglu_beta=beta,
+        nothing, nothing, nothing, *fc1, *fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, swiglu_alpha=alpha,
+        swiglu_beta=beta,
         swiglu_limit=limit,
     )  # fmt: skip
 
@@ -227,7 +228,7 @@ class Model:
         device, sequences = self.embedding.device, step.sequences
         position = torch.arange(step.context - step.new, step.context, device=device)
         pages = -(-step.context // PAGE)
-        # A windowed layer needs none of the pages in front of the window: all of those are page 0.
+        # A windowed layer needs none of the pages before the window: all of those are page 0.
         old = max(0, step.context - step.new - self.size.window) // PAGE
 
         def cache(first: int) -> Cache:
@@ -261,8 +262,8 @@ class Model:
         return found
 
     def step(self, step: Step, batch: Batch, caches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of each sequence's last token, ``[S, vocab]``, or of all new tokens of a window, ``[T, vocab]``, and the
-        largest ones' ids."""
+        """Logits of each sequence's last token, ``[S, vocab]``, or of all new tokens of a window, ``[T, vocab]``, and
+        the largest ones' ids."""
         size, mark, operators = self.size, self.mark, self.operators
         attention = self._attention(step)
         queries, keys = size.heads * size.head, size.kv_heads * size.head
@@ -336,7 +337,7 @@ class Model:
         return self.attention if step.new == 1 else self.prefill_attention
 
     def _router(self, layer: Layer, residual: torch.Tensor) -> dict[str, Any]:
-        """Arguments that both of the fork's routers take besides rows and weight."""
+        """Arguments that both of the fork's routers take in addition to rows and weight."""
         return {
             "bias": layer.router[1], "residual": residual, "norm_weight": layer.norms[1], "eps": EPSILON,
             "constant_weights": True,

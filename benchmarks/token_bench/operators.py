@@ -28,7 +28,8 @@ def rope_table(positions: int, head: int, device: str, dtype: torch.dtype) -> to
     theta, factor, trained, fast, slow = 150_000.0, 32.0, 4096, 32.0, 1.0
     index = torch.arange(0, head, 2, dtype=torch.float64) / head
     own = theta**-index
-    # Dimensions that turn more than `fast` times in the trained context keep their frequency; below `slow` turns it is divided.
+    # Dimensions that turn more than `fast` times in the trained context keep their frequency; below `slow` turns it is
+    # divided.
     low, high = (head * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow))
     kept = 1 - ((torch.arange(head // 2) - max(low, 0)) / (min(high, head - 1) - max(low, 0))).clamp(0, 1)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * (own * kept + own / factor * (1 - kept))
@@ -48,8 +49,8 @@ class Cache:
 class Batch:
     """A step's tokens: ``new`` of each sequence, whose lengths with them are ``lengths`` ``[S]`` int32.
 
-    ``starts`` ``[S + 1]`` int32 are the rows where sequences begin; ``full`` and ``window`` the caches of the two kinds of
-    layers.
+    ``starts`` ``[S + 1]`` int32 are the rows where sequences begin; ``full`` and ``window`` the caches of the two kinds
+    of layers.
     """
 
     ids: torch.Tensor
@@ -90,7 +91,8 @@ class TorchOperators:
             x.copy_(turned.view(x.shape))
 
     def write(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put the rows of ``k`` and ``v``, ``[T, kv_heads, head]``, into the pages ``kv``, ``[P, 2, kv_heads, PAGE, head]``."""
+        """Put the rows of ``k`` and ``v``, ``[T, kv_heads, head]``, into the pages ``kv``,
+        ``[P, 2, kv_heads, PAGE, head]``."""
         pages, at = slots // PAGE, slots % PAGE
         for which, rows in ((0, k), (1, v)):
             kv[pages, which, :, at] = rows.to(kv.dtype)
@@ -213,7 +215,8 @@ def paged(q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch) -> dict
     """Arguments that vLLM's paged attention kernels have in common."""
     keys, values = kv.transpose(2, 3).unbind(1)
     return {
-        "q": q, "k": keys, "v": values, "cu_seqlens_q": batch.starts, "max_seqlen_q": batch.new, "seqused_k": batch.lengths,
+        "q": q, "k": keys, "v": values, "cu_seqlens_q": batch.starts, "max_seqlen_q": batch.new,
+            "seqused_k": batch.lengths,
         "max_seqlen_k": batch.context, "softmax_scale": q.shape[-1] ** -0.5, "causal": True, "block_table": cache.table,
     }  # fmt: skip
 

@@ -2,8 +2,8 @@
 """What a GB10 measured beside what was predicted for it: the page of ``bench_report.py``.
 
 Inputs of the prediction (DRAM, MMAs, a graph's node) come first, then the layers and the parts of a decode step that
-follow from them. A layer or a part outside its range is predicted again with the measured inputs: within the new range the
-inputs explain it, else its own assumptions are wrong.
+follow from them. A layer or a part outside its range is predicted again with the measured inputs: within the new range
+the inputs explain it, else its own assumptions are wrong.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
 
 
 def by_context(model: str, ranks: int, **fused: bool) -> str:
-    """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, presets across."""
+    """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, presets
+    across."""
     body = []
     for context, kv in itertools.product(CONTEXTS, KV_BYTES):
         steps = [Step(1, context, 1, kv, formats, **fused) for formats in PRESET_FORMATS.values()]

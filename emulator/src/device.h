@@ -32,9 +32,9 @@ enum WatchFlags : uint32_t {
   kWatchRaces = 1u << 1,          // shared memory, between the warps of a block (slow)
   kWatchFences = 1u << 2,  // generic write, async access, no proxy fence between; overlapping grids without a wait
   kWatchDistinct = 1u << 3,  // count distinct global bytes
-  // GB10's ordering rule (exec/arrival_watch.h). Off unless asked for, whatever target a module is compiled for: by the
-  // PTX ISA nothing is missing, kernels without these fences are right on every other GPU, and most of those that are
-  // compiled for sm_121a (CUTLASS's) have none. To be asked for where kernels are meant to run on a GB10.
+  // GB10's ordering rule (exec/arrival_checker.h). Off unless asked for, whatever target a module is compiled for: by
+  // the PTX ISA nothing is missing, kernels without these fences are right on every other GPU, and most of those that
+  // are compiled for sm_121a (CUTLASS's) have none. To be asked for where kernels are meant to run on a GB10.
   kWatchArrivals = 1u << 4,
   kWatchDefault = kWatchUninitialized | kWatchFences | kWatchDistinct,
 };
@@ -104,7 +104,8 @@ class Device {
 
   // --- launches ---------------------------------------------------------------------------------------------
   /// Runs a kernel to its end. `params` is the packed parameter buffer (KernelInfo::params gives the offsets).
-  /// Never throws for what the program does: that is in the result. Refuses a kernel with an instruction that is not known.
+  /// Never throws for what the program does: that is in the result. Refuses a kernel with an instruction that is not
+  /// known.
   LaunchResult launch(LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
                       size_t param_bytes);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch says about itself: watchers' reports and counters.
+// What a launch says about itself: checkers' reports and counters.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ constexpr int kReportKinds = static_cast<int>(ReportKind::kUnsupported) + 1;
 /// The kind's name as it stands in a report's text, such as "out of bounds".
 const char* to_string(ReportKind kind);
 
-/// One finding of a watcher. `lane` is -1 where the whole warp is meant, `warp` -1 for the block.
+/// One finding of a checker. `lane` is -1 where the whole warp is meant, `warp` -1 for the block.
 struct Report {
   ReportKind kind = ReportKind::kUnsupported;
   std::string kernel;

@@ -14,8 +14,8 @@ CUDA, 9.0                     upstream's; with                           upstrea
 CUDA, other                   upstream's                                 upstream's
 ============================  =========================================  ====================================
 
-``FLASHINFER_SM12X_MOE=0`` sends SM12x to upstream's module too. Calls of upstream's NVFP4 mode, whose six scales are for
-quantized activations (W4A4), are upstream's anywhere.
+``FLASHINFER_SM12X_MOE=0`` sends SM12x to upstream's module too. Calls of upstream's NVFP4 mode, whose six scales are
+for quantized activations (W4A4), are upstream's anywhere.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _Sm12xModule:
             return self.__getattr__("MoERunner")(**options)
         if mode is Mode.AUTO:
             raise ValueError(
-                "use_mxfp8_act_scaling and use_w4_group_scaling are both True; tactics of MXFP4 weights are those of one "
+                "use_mxfp8_act_scaling and use_w4_group_scaling are both True; tactics of MXFP4 weights are those of "
+                "one "
                 "mode: pass the first for W4A8 or the second for W4A16"
             )
         taken = (options[name] for name in ("activation_type", "output_dtype", "top_k", "ep_size", "enable_pdl"))
@@ -142,7 +143,8 @@ def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_r
 def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception:
     return NotImplementedError(
         f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
-        f"Swiglu, SwigluStep or Relu2, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
+        "Swiglu, SwigluStep or Relu2, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or "
+        "use_w4_group_scaling=True "
         f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
         f"{activation_type!r}. Other kinds need a CUDA device"
     )
@@ -163,7 +165,8 @@ def cutlass_fused_moe(
     input_sf: torch.Tensor | None = None,
     swiglu_alpha: torch.Tensor | None = None, swiglu_beta: torch.Tensor | None = None,
     swiglu_limit: torch.Tensor | None = None,
-    tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0, cluster_size: int = 1, cluster_rank: int = 0,
+    tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0, cluster_size: int = 1,
+    cluster_rank: int = 0,
     output: torch.Tensor | None = None, enable_alltoall: bool = False,
     use_deepseek_fp8_block_scale: bool = False, use_w4_group_scaling: bool = False, use_mxfp8_act_scaling: bool = False,
     min_latency_mode: bool = False, use_packed_weights: bool = False, use_wfp4afp8_humming: bool = False,
@@ -181,8 +184,8 @@ def cutlass_fused_moe(
 
     The signature is upstream's, and so is the meaning of every argument for the kinds of weights that upstream serves;
     ``flashinfer.fused_moe.core._upstream.cutlass_fused_moe`` documents those.  What follows is the contract of
-    MXFP4 weights, on SM12x and on the CPU, and of NVFP4 weights with bfloat16 activations (W4A16).  M is the number of tokens, H the hidden size, I the intermediate size
-    (both multiples of 32), E the experts of this rank.
+    MXFP4 weights, on SM12x and on the CPU, and of NVFP4 weights with bfloat16 activations (W4A16).  M is the number of
+    tokens, H the hidden size, I the intermediate size (both multiples of 32), E the experts of this rank.
 
     Parameters
     ----------
@@ -203,12 +206,12 @@ def cutlass_fused_moe(
         bfloat16 or float16.
     quant_scales : list of torch.Tensor
         W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
-        scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.
-        W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]`` or flat; sign
-        bits are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0 byte of 255 is
-        NaN.  An expert that has weights beyond float32 (4 with a scale byte of 253 or more) makes what they reach
-        infinite, NaN or anything, by the backend, and nothing else.  Where W4A8 rounds, tokens and FC1's activations, an
-        infinite value counts as 448 x 2^119, the largest of MXFP8 in float32.
+        scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the
+        flat bytes. W4A16 of NVFP4: the same four, block scales ``float8_e4m3fn``, ``[E, pad128(rows), pad4(K / 16)]``
+        or flat; sign bits are not read.  Global scales are float32 ``[E]`` and multiply the GEMMs' results.  A UE8M0
+        byte of 255 is NaN.  An expert that has weights beyond float32 (4 with a scale byte of 253 or more) makes what
+        they reach infinite, NaN or anything, by the backend, and nothing else.  Where W4A8 rounds, tokens and FC1's
+        activations, an infinite value counts as 448 x 2^119, the largest of MXFP8 in float32.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (``[E, I]`` with ``Relu2``; added before the activation) and
         ``[E, H]`` (before the routing weight).
@@ -222,8 +225,8 @@ def cutlass_fused_moe(
         ``min(silu(gate), limit) * u``, with ``swiglu_limit`` (7 if absent) and neither alpha nor beta; or ``Relu2``:
         ``max(up, 0)^2``, without gate rows and without parameters.
     ep_size, ep_rank, tp_size, tp_rank : int
-        This rank owns experts ``[ep_rank * E, (ep_rank + 1) * E)``; with ``tp_size > 1`` weights are sharded along I and the
-        caller reduces.
+        This rank owns experts ``[ep_rank * E, (ep_rank + 1) * E)``; with ``tp_size > 1`` weights are sharded along I
+        and the caller reduces.
     output, workspace_buffer : torch.Tensor, optional
         ``[M, H]`` of ``output_dtype``; 1-D uint8 or int8 of :func:`cutlass_fused_moe_workspace_size` bytes, aligned to
         16.  Given both, the call allocates nothing.  One workspace per stream: calls that run at the same time, on two
@@ -315,8 +318,9 @@ def moe_step(
     ----------
     router_logits : torch.Tensor, optional
         float32 ``[M, experts of all ranks]``, at most 512 experts.  Experts and their weights follow from it as in
-        ``router_top_k``: the layer's own launch chooses them if there are at most 32 (token, slot) pairs and the layer is one stream of
-        weights, else operations before it do.  ``token_selected_experts`` and ``token_final_scales`` must then be None.
+        ``router_top_k``: the layer's own launch chooses them if there are at most 32 (token, slot) pairs and the layer
+        is one stream of weights, else operations before it do.  ``token_selected_experts`` and ``token_final_scales``
+        must then be None.
     top_k : int
         Experts of a token, with ``router_logits``; at most 32.
     is_padding : torch.Tensor, optional
@@ -338,10 +342,12 @@ def moe_step(
     if unknown := sorted(arguments.keys() - _MOE_SIGNATURE.keys()):
         raise TypeError(f"{unknown[0]} is no argument; it must be one of moe_step's own or of cutlass_fused_moe's")
     given = _MOE_DEFAULTS | arguments
-    foreign = ("min_latency_mode", "cluster_size", "cluster_rank", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")
+    foreign = "min_latency_mode", "cluster_size", "cluster_rank", "clamped_relu2_limit", "situ_beta", "situ_linear_beta"
     _reject_foreign_options(**_selected(given, foreign))
     if given["backend"] != "cutlass":
-        raise ValueError(f"backend is {given['backend']!r}; it must be 'cutlass', this fork's kernels are not chosen by it")
+        raise ValueError(
+            f"backend is {given['backend']!r}; it must be 'cutlass', this fork's kernels are not chosen by it"
+        )
     for name in ("input", "fc1_expert_weights"):
         require_tensor_type(name, given.get(name))
     require_computing_device("input", given["input"])
@@ -379,8 +385,8 @@ def _reject_auto(mode: Mode | None, device: torch.device) -> None:
     """Raise for :attr:`Mode.AUTO` where upstream's kernels would compute."""
     if mode is Mode.AUTO:
         raise ValueError(
-            f"use_mxfp8_act_scaling and use_w4_group_scaling are both True; on {device} upstream's kernels compute, which "
-            "take the first for W4A8 or the second for W4A16, not both"
+            f"use_mxfp8_act_scaling and use_w4_group_scaling are both True; on {device} upstream's kernels compute, "
+            "which take the first for W4A8 or the second for W4A16, not both"
         )
 
 
@@ -426,7 +432,8 @@ def cutlass_fused_moe_workspace_size(
     ------
     ValueError, TypeError
         For MXFP4 weights: a size that is no positive integer, ranks outside their groups, experts that ``ep_size`` does
-        not divide, ``top_k`` above the number of experts, or a dtype that no call may have.  A device that is not there.
+        not divide, ``top_k`` above the number of experts, or a dtype that no call may have.  A device that is not
+        there.
     """
     given = locals().copy()
     where = _workspace_device(device)
@@ -437,7 +444,8 @@ def cutlass_fused_moe_workspace_size(
         if runs is None:
             return 0
         modes = (Mode.HALF_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
-        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.device_class.mma_kinds) for each in modes)
+        in_bf16 = not runs.device_class.mma_kinds
+        return max(workspace_bytes(runs, problem._replace(mode=each), in_bf16) for each in modes)
     _reject_auto(mode, where)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(

@@ -2,8 +2,8 @@
 """Upstream's autotuner times the MoE layer's tactics, which are a device's instance table.
 
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
-FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
-leaves FC2 nothing to choose.  The operators' names in a cache file are ``flashinfer::sm12x_moe::fc1`` and
+FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen,
+it leaves FC2 nothing to choose.  The operators' names in a cache file are ``flashinfer::sm12x_moe::fc1`` and
 ``flashinfer::sm12x_moe::fc2``.
 """
 
@@ -191,7 +191,8 @@ class SM12xStageRunner(TunableRunner):
 
 
 def tuned_tactics(backend: Backend, problem: MoEProblem, call: MoECall, default: tuple[int, int]) -> tuple[int, int]:
-    """The tactics that the autotuner has for this call: tuned now inside ``autotune(True)``, else remembered, else ``default``."""
+    """The tactics that the autotuner has for this call: tuned now inside ``autotune(True)``, else remembered, else
+    ``default``."""
     chosen = []
     inputs = [call.input, as_bytes(call.fc1_expert_weights), as_bytes(call.fc2_expert_weights)]
     for gemm_idx, operator in enumerate(OPERATORS, start=1):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MXFP4 and NVFP4 MoE layer on CPU tensors: the kernels' contract in float32, one expert at a time.
 
-It multiplies dequantized values, which is exact, and accumulates in float32, so it differs from the GPU only in the order of
-the sums.  An expert of gpt-oss-120b takes 150 MB while it is worked on.
+It multiplies dequantized values, which is exact, and accumulates in float32, so it differs from the GPU only in the
+order of the sums.  An expert of gpt-oss-120b takes 150 MB while it is worked on.
 """
 
 from __future__ import annotations

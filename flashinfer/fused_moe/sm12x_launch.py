@@ -56,7 +56,8 @@ def prepare(hidden: int, inter: int, device: torch.device | None = None, weights
 
 
 def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
-    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them.
+    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want
+    them.
 
     The module is asked, which calls build anyway: its launcher lays the parts out, and nothing else knows them.
     """
@@ -68,7 +69,8 @@ def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int
 
 @functools.lru_cache(maxsize=4096)
 def default_tactics(problem: MoEProblem, device: DeviceClass, all_sms: bool = True) -> tuple[int, int]:
-    """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
+    """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each
+    other."""
     sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
     return plan_moe(*sizes, int(problem.mode), device, all_sms, problem.weights)
 

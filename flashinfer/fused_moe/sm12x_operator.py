@@ -46,8 +46,8 @@ FEW_PAIRS = 32
 """(token, slot) pairs whose experts a streamed layer can choose itself: kFewPairs."""
 
 CHOOSING_TOKENS = 1
-"""Callers give the layer logits up to so many tokens and ids from ``router_top_k`` beyond: on an H100 a step of one stream
-gets 1.3 % shorter by it, one of four 0.5 % longer, since every block chooses."""
+"""Callers give the layer logits up to so many tokens and ids from ``router_top_k`` beyond: on an H100 a step of one
+stream gets 1.3 % shorter by it, one of four 0.5 % longer, since every block chooses."""
 
 
 def compute(call: MoECall, problem: MoEProblem) -> None:
@@ -96,8 +96,8 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
             "share): pass tactics of a pair of GEMMs, or None"
         )
-    # Not chosen by the module itself: a pair takes experts, not logits, and may be a module of its own, which a stream with
-    # all SMs would build for nothing.
+    # Not chosen by the module itself: a pair takes experts, not logits, and may be a module of its own, which a stream
+    # with all SMs would build for nothing.
     pair = default_tactics(problem, device_class, False)
     launch(backend, problem, routed(call), workspace, pair)
 
@@ -145,15 +145,15 @@ def _require_weights(weights: torch.Tensor) -> None:
 class SM12xMoELayer:
     """The experts of :func:`~flashinfer.fused_moe.cutlass_fused_moe` with MXFP4 weights, made once from these.
 
-    Weights, scales, biases and the activation's parameters are checked here, and again by the first call after one of them
-    changed: the layer keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights
-    are seen. A call checks its own tensors. Results and errors are those of the functions.
+    Weights, scales, biases and the activation's parameters are checked here, and again by the first call after one of
+    them changed: the layer keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of
+    weights are seen. A call checks its own tensors. Results and errors are those of the functions.
 
     Parameters
     ----------
-    fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, fc1_expert_biases, fc2_expert_biases, swiglu_alpha, \
-swiglu_beta, swiglu_limit, tp_size, tp_rank, ep_size, ep_rank, enable_alltoall, use_w4_group_scaling, use_mxfp8_act_scaling, \
-tune_max_num_tokens, activation_type, swizzled_input_sf
+    fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, fc1_expert_biases, fc2_expert_biases, \
+swiglu_alpha, swiglu_beta, swiglu_limit, tp_size, tp_rank, ep_size, ep_rank, enable_alltoall, use_w4_group_scaling, \
+use_mxfp8_act_scaling, tune_max_num_tokens, activation_type, swizzled_input_sf
         The same as in ``cutlass_fused_moe``.
 
     Raises
@@ -195,8 +195,10 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         if not self._modes:
             raise ValueError(
                 f"activation_type is {activation_type!r}, use_mxfp8_act_scaling {use_mxfp8_act_scaling!r}, "
-                f"use_w4_group_scaling {use_w4_group_scaling!r}; it must be Swiglu, SwigluBias, SwigluStep or Relu2, and a "
-                "flag name the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 or float16), or both"
+                f"use_w4_group_scaling {use_w4_group_scaling!r}; it must be Swiglu, SwigluBias, SwigluStep or Relu2, "
+                "and a "
+                "flag name the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 "
+                "or float16), or both"
             )
         # In the order of MoECall's fields.
         self._experts: Any = (
@@ -250,8 +252,8 @@ tune_max_num_tokens, activation_type, swizzled_input_sf
         barrier: torch.Tensor | None = None,
         next_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layer's output ``[M, H]``; parameters and errors are those of ``cutlass_fused_moe``, and of ``moe_step`` from
-        ``router_logits`` on."""
+        """The layer's output ``[M, H]``; parameters and errors are those of ``cutlass_fused_moe``, and of ``moe_step``
+        from ``router_logits`` on."""
         require_tensor_type("input", input)
         mode = self._modes.get(input.dtype, self._modes[_TOKENS[0]])  # validate() says which dtypes it takes
         tokens = output, workspace_buffer, input, input_sf, token_selected_experts, token_final_scales

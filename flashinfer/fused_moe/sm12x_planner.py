@@ -37,7 +37,8 @@ AS_FAST = 1.03
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
-    """Rows of a busy expert when ``num_rows`` rows fall on ``num_experts`` experts at random: the mean over the experts that are hit."""
+    """Rows of a busy expert when ``num_rows`` rows fall on ``num_experts`` experts at random: the mean over the experts
+    that are hit."""
     hit = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_rows)
     return num_rows / hit if hit else 0.0
 
@@ -180,14 +181,17 @@ def wanted_tactics(
     for row in named_rows:
         if row is not None and not row.takes(pairs, problem.hidden, problem.inter):
             raise ValueError(
-                f"profile_ids is {profile_ids}; {row.name} takes at most {STREAM_PAIRS} (token, slot) pairs, and hidden and "
-                f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes {problem.hidden} "
+                f"profile_ids is {profile_ids}; {row.name} takes at most {STREAM_PAIRS} (token, slot) pairs, and "
+                "hidden and "
+                f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes "
+                f"{problem.hidden} "
                 f"and {problem.inter}: pass other tactics, or -1"
             )
     fc1, fc2 = (-1 if row is None else row.index for row in named_rows)
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
-            f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it cannot be "
+            f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it "
+            "cannot be "
             f"FC2's alone: pass [{profile_ids[1]}, {profile_ids[1]}]"
         )
     if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):

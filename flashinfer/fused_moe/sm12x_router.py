@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts' router with the RMSNorm in front of it: two launches where vLLM's layers take four."""
+"""A mixture of experts' router with the RMSNorm before it: two launches where vLLM's layers take four."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def router_top_k(
     are float32, and logits stay float32 unless ``logits_dtype`` says otherwise. Made for the few tokens of a decode
     step: each pass over the weights serves up to eight tokens, fewer if k is long.
 
-    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
-    are computed on the CPU. Results are the same on every run.
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU
+    tensors are computed on the CPU. Results are the same on every run.
 
     Parameters
     ----------
@@ -146,7 +146,8 @@ def router_logits(
     constant_weights: bool = False,
     enable_pdl: bool | None = None,
 ) -> RouterLogits:
-    """:func:`router_top_k` without its top-k, which whoever takes the logits does (``fused_moe.core.moe_step``): one launch.
+    """:func:`router_top_k` without its top-k, which whoever takes the logits does (``fused_moe.core.moe_step``): one
+    launch.
 
     Parameters, and what is raised, are as there.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for MXFP4 and NVFP4 MoE calls, which hold for every backend.
 
-:func:`select_mode` finds a call's mode by dtypes and flags, or that the call is of another kind, :func:`validate` checks
-everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
-tell.  All errors name the argument, what it was and what it may be.
+:func:`select_mode` finds a call's mode by dtypes and flags, or that the call is of another kind, :func:`validate`
+checks everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the
+values tell.  All errors name the argument, what it was and what it may be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sm12x.checks import (
     UE8M0,
     UE8M0_DTYPES,
     BlockScales,
-    KnownCalls,
+    CallCache,
     Unchanged,
     are_apart,
     bounds_of,
@@ -107,7 +107,8 @@ BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
-    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales torch.float8_e4m3fn",
+    Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales "
+    "torch.float8_e4m3fn",
     Mode.AUTO: "[fc1 weight scales, fc2 weight scales]",
 }
 
@@ -169,7 +170,8 @@ class MoEProblem(NamedTuple):
     first_expert: int
     num_experts_total: int
     routed_experts: int
-    """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens alone."""
+    """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens
+    alone."""
     weights: str = "mxfp4"
 
 
@@ -220,8 +222,8 @@ def swizzled_scale_shapes(
     """Accepted ``(dtype, shape)`` pairs of 128x4 block scales of ``groups`` matrices ``[rows, k]``.
 
     Bytes ``[groups, pad128(rows), pad4(k / 32)]``, their int32 view with a quarter of the last extent, and the flat
-    bytes that ``block_scale_interleave`` returns.  NVFP4's are float8_e4m3fn, for 16 elements of K, in the first and the
-    last of these forms.
+    bytes that ``block_scale_interleave`` returns.  NVFP4's are float8_e4m3fn, for 16 elements of K, in the first and
+    the last of these forms.
     """
     padded_rows, blocks = padded_scales(rows, -(-k // scales.block))
     lead = () if groups is None else (groups,)
@@ -370,7 +372,8 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
     )
     if experts > MAX_ROUTED_EXPERTS:
         raise ValueError(
-            f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of all "
+            f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of "
+            "all "
             "ranks (pass token_selected_experts and token_final_scales)"
         )
     if call.is_padding is not None:
@@ -388,7 +391,7 @@ class CheckedExperts(NamedTuple):
     first_expert: int
     num_experts_total: int
     weights: str
-    calls: KnownCalls
+    calls: CallCache
     """The layer's valid calls, by :data:`tensors_of` and :data:`options_of`, each with its :class:`MoEProblem`."""
 
 
@@ -406,7 +409,7 @@ def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
     most = INT32_MAX // experts
     require_int("ep_size", ep_size, 1, most, f"with {experts} experts a rank, since ids are int32")
     weights = weights_of(Mode(call.moe_mode), call.quant_scales)
-    calls = KnownCalls(device, (), WRITTEN)
+    calls = CallCache(device, (), WRITTEN)
     return CheckedExperts(device, experts, hidden, inter, ep_rank * experts, experts * ep_size, weights, calls)
 
 
@@ -432,7 +435,7 @@ def _check_parameters(call: MoECall, layer: CheckedExperts) -> CheckedExperts:
             raise ValueError(f"{name} is given; activation_type {activation.name} has {taken}, pass None")
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
     bounds = bounds_of([span(each) for each in expert_tensors(call) if each is not None])
-    return layer._replace(calls=KnownCalls(device, bounds, WRITTEN))
+    return layer._replace(calls=CallCache(device, bounds, WRITTEN))
 
 
 MOE_TENSORS = (
@@ -459,9 +462,9 @@ _options: Callable[[MoECall], tuple[Any, ...]] = operator.itemgetter(
     slice(MoECall._fields.index("activation_type"), MoECall._fields.index("tune_max_num_tokens") + 1)
 )
 """The arguments that :func:`require_experts` checks and that are no tensors."""
-_remembered: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
+_cached: dict[tuple[int, int], tuple[Unchanged, tuple[Any, ...], CheckedExperts]] = {}
 """The experts of valid calls, by the identity of FC1's weights and the mode."""
-_MOST_REMEMBERED = 1024
+_MOST_CACHED = 1024
 
 
 def expert_tensors(call: MoECall) -> tuple[torch.Tensor | None, ...]:
@@ -470,10 +473,10 @@ def expert_tensors(call: MoECall) -> tuple[torch.Tensor | None, ...]:
     return (*weights, *call.quant_scales, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
 
 
-def _recall(call: MoECall) -> CheckedExperts | None:
+def _cached_experts(call: MoECall) -> CheckedExperts | None:
     """The result of :func:`require_experts` for this call's layer, if an earlier valid call had the same objects and
     none of them changed; else None. Saves most of a call's checks, because a layer's tensors hardly ever change."""
-    known = _remembered.get((id(call.fc1_expert_weights), call.moe_mode))
+    known = _cached.get((id(call.fc1_expert_weights), call.moe_mode))
     if known is None or type(call.quant_scales) not in (list, tuple):
         return None
     unchanged, options, checked = known
@@ -484,27 +487,27 @@ def _recall(call: MoECall) -> CheckedExperts | None:
     return checked if same and unchanged.holds(*expert_tensors(call)) else None
 
 
-def _remember(call: MoECall, checked: CheckedExperts) -> None:
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _remembered.clear()  # of layers that are gone, too
+def _cache_experts(call: MoECall, checked: CheckedExperts) -> None:
+    if len(_cached) >= _MOST_CACHED:
+        _cached.clear()  # of layers that are gone, too
     known = Unchanged(*expert_tensors(call)), _options(call), checked
-    _remembered[id(call.fc1_expert_weights), call.moe_mode] = known
+    _cached[id(call.fc1_expert_weights), call.moe_mode] = known
 
 
 def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem:
     """Check the metadata and addresses of a call and return its sizes.
 
-    Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
-    layer, where the caller has found the call unknown to it; calls that bring the same objects again are known here, and
-    of those with tensors of known dtypes and shapes, only addresses are checked
-    (:class:`~flashinfer.sm12x.checks.KnownCalls`).
+    Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the
+    call's layer, where the caller did not find the call in its cache; calls with the same objects again are cached
+    here, and of those with tensors of cached dtypes and shapes, only addresses are checked
+    (:class:`~flashinfer.sm12x.checks.CallCache`).
 
     Raises
     ------
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    known, tensors, options = checked or _recall(call), tensors_of(call), options_of(call)
+    known, tensors, options = checked or _cached_experts(call), tensors_of(call), options_of(call)
     if checked is None and known is not None:
         problem: MoEProblem | None = known.calls.find(tensors, *options)
         if problem is not None:
@@ -524,7 +527,7 @@ def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem
     require_activation_bytes("num_tokens (input.shape[0])", tokens, top_k * max(hidden, inter))
     if known is None:
         layer = _check_parameters(call, layer)
-        _remember(call, layer)
+        _cache_experts(call, layer)
     _check_input_sf(mode, tokens, hidden, call.input_sf, call.swizzled_input_sf, device)
     if call.token_final_scales is not None:
         shape = tokens, top_k

@@ -62,8 +62,8 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
         ``[groups + 1]`` int32: group ``g`` is rows ``[m_indptr[g], m_indptr[g + 1])``.  Here groups may have any size,
         zero included; upstream's kernels want multiples of 4.
     mma_sm, tile_m, tile_n, tile_k, swap_ab
-        Upstream's tile choice.  The values upstream takes on SM12x are accepted (1; 128; 32, 64 or 128; 128; any bool) and
-        choose nothing here: the tile follows from the shape, or from ``flashinfer.autotune``.
+        Upstream's tile choice.  The values upstream takes on SM12x are accepted (1; 128; 32, 64 or 128; 128; any bool)
+        and choose nothing here: the tile follows from the shape, or from ``flashinfer.autotune``.
     out : torch.Tensor, optional
         ``[cum_m, n]``, bfloat16 or float16.
     out_dtype : torch.dtype, optional

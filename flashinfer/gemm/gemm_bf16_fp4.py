@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's bfloat16 x FP4 GEMM by this fork's kernels, ``backend="sm12x"``: NVFP4 weights, and MXFP4 (``block_size=32``)."""
+"""Upstream's bfloat16 x FP4 GEMM by this fork's kernels, ``backend="sm12x"``: NVFP4 weights, and MXFP4
+(``block_size=32``)."""
 
 from __future__ import annotations
 

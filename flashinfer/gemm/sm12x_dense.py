@@ -3,8 +3,8 @@
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), more are a GEMM
 (``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA where it takes the weights, else of bfloat16, which
-holds every value of these formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a time,
-and cuBLAS multiplies them.
+holds every value of these formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a
+time, and cuBLAS multiplies them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def require_weight(call: DenseCall, device: torch.device, names: Mapping[str, st
 def require_tokens(
     call: DenseCall, k: int, device: torch.device, out_dtype: torch.dtype, token_format: int, names: Mapping[str, str]
 ) -> None:
-    """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is 2-D."""
+    """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is
+    2-D."""
     x, x_scale = call.x, call.x_scale
     require_activation_bytes("the number of tokens", x.shape[0], 2 * k)  # as bfloat16
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
@@ -169,7 +170,8 @@ def _row_elements(name: str, call: DenseCall) -> int:
     k = call.k
     if k == 0 and call.weight_format == "mxfp6":
         raise ValueError(
-            f"{name} is {describe(call.weight)}; a row of mxfp6 is 24 bytes for each 32 elements, up to a multiple of 16"
+            f"{name} is {describe(call.weight)}; a row of mxfp6 is 24 bytes for each 32 elements, up to a multiple "
+            "of 16"
         )
     return require_k_alignment("k", k)
 
@@ -195,8 +197,8 @@ def dense_block_scaled(
 ) -> torch.Tensor:
     """``alpha * x @ weight.T + bias + residual`` with a block-scaled weight, as ``quantize_weight`` makes it.
 
-    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
-    are computed on the CPU. Results are the same on every run.
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU
+    tensors are computed on the CPU. Results are the same on every run.
 
     Parameters
     ----------
@@ -206,13 +208,16 @@ def dense_block_scaled(
     weight : torch.Tensor
         ``[n, ...]``, rows of ``weight_format``:
 
-        ==========  ================  ======================================================================================
+        ==========  ================
+                    ======================================================================================
         mxfp4       uint8 k / 2       two e2m1 a byte, the even element in the low nibble
         nvfp4       uint8 k / 2       the same
-        mxfp6       uint8 24 k / 32   e2m3, up to a multiple of 16 bytes; in ``include/flashinfer/sm12x/types.h``'s order
+        mxfp6       uint8 24 k / 32   e2m3, up to a multiple of 16 bytes; in ``include/flashinfer/sm12x/types.h``'s
+                    order
         mxint8      int8 k            64ths, -128 is -2
         mxfp8       float8_e4m3fn k
-        ==========  ================  ======================================================================================
+        ==========  ================
+                    ======================================================================================
     weight_scale : torch.Tensor
         Scales in 128x4 layout, of any shape: ``pad128(n) * pad4(k / 32)`` UE8M0 bytes (uint8 or float8_e8m0fnu); for
         nvfp4 ``pad128(n) * pad4(k / 16)`` E4M3 bytes (uint8 or float8_e4m3fn), whose sign bits are ignored. A scale of

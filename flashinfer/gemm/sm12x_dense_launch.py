@@ -29,7 +29,8 @@ _ROWS_OF_WEIGHTS = {"mxfp4": MXFP4_SWIZZLED, "mxfp8": MXFP8_SWIZZLED, "mxfp6": 8
 
 
 class DenseCall(NamedTuple):
-    """The arguments of one call, named as in :func:`dense_block_scaled`; its tensors in the order of the kernels' module."""
+    """The arguments of one call, named as in :func:`dense_block_scaled`; its tensors in the order of the kernels'
+    module."""
 
     out: torch.Tensor | None
     x: torch.Tensor
@@ -215,7 +216,8 @@ def dense_module(backend: Backend, weights: str) -> Any:
 def launch(
     backend: Backend | None, row: Instance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
-    """Compute a valid call of at least one output by ``row``; None: by cuBLAS, or on the CPU, which a virtual device is."""
+    """Compute a valid call of at least one output by ``row``; None: by cuBLAS, or on the CPU, which a virtual device
+    is."""
     if backend is None or (row is None and not backend.is_cuda):
         with plain_torch(call.x.device):
             _compute_on_cpu(call, token_format)

@@ -10,7 +10,7 @@ import torch
 from ..api_logging import flashinfer_api
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.checks import (
-    KnownCalls,
+    CallCache,
     Unchanged,
     bounds_of,
     is_traced,
@@ -43,9 +43,9 @@ _AS_HERE: dict[str, str] = {}  # arguments have the names that errors give them
 class DenseLayer:
     """A layer of :func:`~flashinfer.gemm.dense_block_scaled`, made once from its weight.
 
-    The weight, its scales, bias and alpha are checked here, and again by the first call after one of them changed: the layer
-    keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights are seen. A call
-    checks its own tensors. Results and errors are those of the functions.
+    The weight, its scales, bias and alpha are checked here, and again by the first call after one of them changed: the
+    layer keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights are seen. A
+    call checks its own tensors. Results and errors are those of the functions.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class DenseLayer:
         require_served("DenseLayer", weight.device)
         k = require_weight(self._call(weight), weight.device, _AS_HERE)
         bounds = bounds_of([span(each) for each in self._operands if each is not None])
-        unchanged, calls = Unchanged(*self._operands), KnownCalls(weight.device, bounds, written=1)  # the output
+        unchanged, calls = Unchanged(*self._operands), CallCache(weight.device, bounds, written=1)  # the output
         # Last of all that the weight is known: what ends this before, or another thread meanwhile, checks again.
         self._k, self._device, self._calls, self._weights = k, weight.device, calls, unchanged
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense layer with the RMSNorm in front of it: one launch of a decode step where vLLM's layers take two."""
+"""A dense layer with the RMSNorm before it: one launch of a decode step where vLLM's layers take two."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest outputs of each row of a dense layer: what greedy decoding wants of an LM head, without reading logits back."""
+"""The largest outputs of each row of a dense layer: what greedy decoding wants of an LM head, without reading logits
+back."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def dense_block_scaled_top_k(
 def dense_mx_top_k(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None, **named: Any
 ) -> LargestOutputs:
-    """:func:`dense_block_scaled_top_k` of a weight whose dtype names its format: uint8 is MXFP4, float8_e4m3fn MXFP8."""
+    """:func:`dense_block_scaled_top_k` of a weight whose dtype names its format: uint8 is MXFP4, float8_e4m3fn
+    MXFP8."""
     found: LargestOutputs = dense_block_scaled_top_k(
         x, weight, weight_scale, bias, weight_format=format_of(weight), **named
     )

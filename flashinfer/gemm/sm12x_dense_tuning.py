@@ -2,8 +2,8 @@
 """Upstream's autotuner times the tactics of dense layers: an instance, or cuBLAS on dequantized weights.
 
 The operator's name in a cache file is ``flashinfer::sm12x_dense_mx``; a tactic there is an instance's name, or
-:data:`DEQUANTIZED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the planner's
-choice (``sm12x_dense_launch.choose``).
+:data:`DEQUANTIZED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the
+planner's choice (``sm12x_dense_launch.choose``).
 """
 
 from __future__ import annotations

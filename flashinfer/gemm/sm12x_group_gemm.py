@@ -39,7 +39,8 @@ _UPSTREAM_TILES = (("mma_sm", (1,)), ("tile_m", (128,)), ("tile_n", (32, 64, 128
 
 
 class GroupGemmCall(NamedTuple):
-    """The arguments of one call, named as in ``group_gemm_mxfp8_mxfp4_nt_groupwise``; ``tiles`` are mma_sm, tile_m, _n, _k."""
+    """The arguments of one call, named as in ``group_gemm_mxfp8_mxfp4_nt_groupwise``; ``tiles`` are mma_sm, tile_m, _n,
+    _k."""
 
     out: torch.Tensor | None
     a: torch.Tensor
@@ -89,7 +90,7 @@ def validate(call: GroupGemmCall) -> torch.dtype:
     if not 1 <= groups <= MAX_EXPERTS:
         raise ValueError(f"b is {describe(b)}; it must hold 1 to {MAX_EXPERTS} groups")
     require_k_alignment("k (b.shape[2] * 2)", k)
-    # The last group's scales start less than 128 rows behind each group's end.
+    # The last group's scales start less than 128 rows after each group's end.
     require_int("cum_m (a.shape[0])", cum_m, 0, INT32_MAX - 127 * groups, "since rows of scales count in int32")
     require_activation_bytes("cum_m (a.shape[0])", cum_m, k)
     if n <= 0 or n % ROW_ALIGNMENT or n > INT32_MAX:
@@ -201,7 +202,8 @@ group_gemm = OutputOperator("sm12x_group_gemm_mxfp4", GroupGemmCall, validate, _
 
 
 class SM12xGroupGemmRunner(tune.Runner):
-    """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the groups."""
+    """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the
+    groups."""
 
     def __init__(self, backend: Backend, num_groups: int, out_dtype: torch.dtype) -> None:
         super().__init__(backend)

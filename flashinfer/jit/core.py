@@ -56,7 +56,8 @@ _JitSpecNvcc: Any = _upstream.JitSpecNvcc
 
 
 class JitSpecNvcc(_JitSpecNvcc):  # type: ignore[misc]
-    """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it there."""
+    """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it
+    there."""
 
     def build_and_load(self) -> Any:
         """The module, built before if it is not there or a file that it is made of has changed.

@@ -93,7 +93,8 @@ def parse_env_flags(env_var_name: str) -> list[str]:
     """The flags that a variable holds.
 
     Raises:
-        VariableError: its quotes do not close. Upstream parts it at each space then, and each compiler's error is another.
+        VariableError: its quotes do not close. Upstream parts it at each space then, and each compiler's error is
+            another.
     """
     return list(variables.read(env_var_name))
 
@@ -196,7 +197,7 @@ def _ninja(
 ) -> tuple[int, str]:
     """Run ninja; its exit status and output."""
     jobs = ["-j", str(max_jobs)] if max_jobs else []
-    said = []
+    output = []
     # nvcc's files have names that others could guess, and take in /tmp.
     with (
         tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch,
@@ -212,10 +213,10 @@ def _ninja(
     ):
         assert ninja.stdout is not None
         for line in ninja.stdout:
-            said.append(line)
+            output.append(line)
             if verbose:
                 print(line, end="", flush=True)
             if step := finished_step(line):
                 tell(*step)
         status = ninja.wait()
-    return status, "".join(said)
+    return status, "".join(output)

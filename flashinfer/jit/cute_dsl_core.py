@@ -23,7 +23,8 @@ _JitSpecCuteDsl: Any = _upstream.JitSpecCuteDsl
 
 
 class JitSpecCuteDsl(_JitSpecCuteDsl):  # type: ignore[misc]
-    """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it there."""
+    """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it
+    there."""
 
     def try_load(self) -> Any:
         """The kernel from the cache, if it is there and fresh.

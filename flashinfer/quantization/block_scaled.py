@@ -57,7 +57,8 @@ class Layout(NamedTuple):
     k: Callable[[int], int]
     """Values of a row that is so wide; 0 where none is."""
     quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """Floats ``[rows, k]``, the global scale if the format has one, and a scale rule, to packed values and linear scale bytes."""
+    """Floats ``[rows, k]``, the global scale if the format has one, and a scale rule, to packed values and linear scale
+    bytes."""
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """``[rows, columns]`` and linear scale bytes to float32 ``[rows, k]``, without a global scale."""
     elements: mx_cpu.Elements
@@ -192,8 +193,8 @@ def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k:
     Raises
     ------
     TypeError, ValueError
-        An unknown format; values that are no rows of ``k`` elements of it; scales of another size or dtype; a global scale
-        that is no float32, or that the format does not have (None is 1).
+        An unknown format; values that are no rows of ``k`` elements of it; scales of another size or dtype; a global
+        scale that is no float32, or that the format does not have (None is 1).
     """
     rows, blocks = _require_weight(weight, weight_format, k)
     require_scales("scales", weight.scales, rows, k, weight.values.device, formats=LAYOUTS[weight_format].scales)

@@ -46,9 +46,9 @@ def mxfp4_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to MXFP4: packed e2m1 values with one UE8M0 scale per 32 of them along the last dimension.
 
-    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU and the result stays there.  The scale is ``amax / 6``
-    rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 6, also
-    infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
+    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU and the result stays there.  The scale is
+    ``amax / 6`` rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate
+    at 6, also infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
 
     With ``scale_rule="mse"``, which is meant for weights, the scale is that one or half of it, whichever leaves the
     smaller squared error in the block; torch's operations compute it on any device.
@@ -60,7 +60,8 @@ def mxfp4_quantize(
     backend, enable_pdl
         Upstream's; they mean nothing on the CPU.
     sfLayout : SfLayout
-        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs
+        CUDA).
     scale_rule : str
         ``"amax"`` or ``"mse"``; the latter with the CPU's layouts.
 
@@ -104,7 +105,8 @@ def mxfp4_dequantize(
     a_sf : torch.Tensor
         UE8M0 scales, uint8 or float8_e8m0fnu, of any shape with as many bytes as the layout has.
     sfLayout : SfLayout
-        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs
+        CUDA).
 
     Returns
     -------

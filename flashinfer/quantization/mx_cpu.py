@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled formats in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
+"""Block-scaled formats in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load
+time.
 
-MXFP4, MXFP6 (e2m3), MXFP8 and MXINT8 are those of OCP Microscaling Formats v1.0, the rounding is that of upstream's CUDA
-quantizers: scales are ``amax / element_max`` rounded up to a power of two (the rule ``"amax"``), values round to nearest
-even and saturate.  All of it is done on the bits of float32, which hold every value exactly, so that the results equal
-those of the float64 reference bit for bit.
+MXFP4, MXFP6 (e2m3), MXFP8 and MXINT8 are those of OCP Microscaling Formats v1.0, the rounding is that of upstream's
+CUDA quantizers: scales are ``amax / element_max`` rounded up to a power of two (the rule ``"amax"``), values round to
+nearest even and saturate.  All of it is done on the bits of float32, which hold every value exactly, so that the
+results equal those of the float64 reference bit for bit.
 
 The rule ``"mse"`` takes that scale or its half, whichever leaves the smaller squared error over the block, summed in
 float32: for weights, whose quantization is done once. Its double never does: below the block's maximum it has no values
 that the scale itself lacks.
 
-NVFP4 is e2m1 with an E4M3 scale for 16 elements and a float32 factor for the matrix. Here that factor is the power of two
-with which the largest block's ``amax / 6`` lies in (224, 448], so that scales, scaled values and products are exact in
-float32. A block's scale is ``amax / 6`` rounded to nearest (``"amax"``), or that or ``amax / 4``, by the squared error
-(``"mse"``): with the latter the two largest magnitudes are 6 and 4 of 1.5 times as fine a grid ("Four Over Six").
+NVFP4 is e2m1 with an E4M3 scale for 16 elements and a float32 factor for the matrix. Here that factor is the power of
+two with which the largest block's ``amax / 6`` lies in (224, 448], so that scales, scaled values and products are exact
+in float32. A block's scale is ``amax / 6`` rounded to nearest (``"amax"``), or that or ``amax / 4``, by the squared
+error (``"mse"``): with the latter the two largest magnitudes are 6 and 4 of 1.5 times as fine a grid ("Four Over Six").
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
-    """Linear scale bytes ``[..., rows, blocks]`` to the 128x4 layout ``[..., pad128(rows), pad4(blocks)]``, padded with 0."""
+    """Linear scale bytes ``[..., rows, blocks]`` to the 128x4 layout ``[..., pad128(rows), pad4(blocks)]``, padded with
+    0."""
     *matrices, rows, blocks = linear.shape
     padded_rows, padded_blocks = padded_scales(rows, blocks)
     padded = linear.new_zeros((*matrices, padded_rows, padded_blocks))
@@ -63,8 +65,8 @@ def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
 def _scale_of_blocks(blocks: torch.Tensor, max_exponent: int, max_mantissa: int) -> torch.Tensor:
     """UE8M0 bytes of ``amax / element_max`` rounded up to a power of two, of blocks ``[..., size]``.
 
-    ``element_max`` is ``2^max_exponent`` times the significand whose mantissa bits are ``max_mantissa``: an amax with a larger
-    mantissa carries into the exponent, one with the same or a smaller mantissa does not.
+    ``element_max`` is ``2^max_exponent`` times the significand whose mantissa bits are ``max_mantissa``: an amax with a
+    larger mantissa carries into the exponent, one with the same or a smaller mantissa does not.
     """
     carry = (1 << _MANTISSA_BITS) - 1 - max_mantissa
     amax = _block_amax(blocks)
@@ -139,8 +141,8 @@ def _choose_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale bytes by ``rule``, from those of the amax rule, and the blocks over them.
 
-    ``rounded`` gives what elements round to, or its magnitude. A block that the half does not better keeps its scale, as one
-    with infinity or NaN does.
+    ``rounded`` gives what elements round to, or its magnitude. A block that the half does not better keeps its scale,
+    as one with infinity or NaN does.
     """
     scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
     if check_scale_rule(rule) == "amax":
@@ -166,7 +168,8 @@ def dequantize_mxfp8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch
 
 
 def quantize_mxfp4_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
+    """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear scale bytes ``[..., K / 32]``); NaN gives scale
+    255."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
     scales = mxfp4_scale(blocks)
     magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
@@ -193,8 +196,8 @@ def _pack_e2m1(scaled: torch.Tensor) -> torch.Tensor:
 def round_to_mxfp8(values: torch.Tensor) -> torch.Tensor:
     """``[..., K]`` floats as a layer's call rounds them to MXFP8, in float32.
 
-    What exceeds 448 x 2^119, MXFP8's largest number that float32 and bfloat16 hold, becomes that: infinity too, to which
-    :func:`quantize_mxfp8_linear` gives a scale of 2^127. NaN stays.
+    What exceeds 448 x 2^119, MXFP8's largest number that float32 and bfloat16 hold, becomes that: infinity too, to
+    which :func:`quantize_mxfp8_linear` gives a scale of 2^127. NaN stays.
     """
     return dequantize_mxfp8_linear(*quantize_mxfp8_linear(values.float().clamp(-_MXFP8_LARGEST, _MXFP8_LARGEST)))
 
@@ -205,7 +208,8 @@ def round_to_mxfp4(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_mxint8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
-    """``[..., K]`` floats to (int8 ``[..., K]`` in 64ths, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
+    """``[..., K]`` floats to (int8 ``[..., K]`` in 64ths, linear scale bytes ``[..., K / 32]``); NaN gives scale
+    255."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
     scales = mxint8_scale(blocks)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: _to_int8(x).float() / 64.0)
@@ -221,7 +225,7 @@ def dequantize_mxint8_linear(values: torch.Tensor, scales: torch.Tensor) -> torc
 # --- MXFP6: the layout of a row (sm12x/types.h) -----------------------------------------------------------------------
 
 K_BLOCK = 128
-"""Elements whose nibbles lie together, with their pairs of bits behind them; a row's last K block may be shorter."""
+"""Elements whose nibbles lie together, with their pairs of bits after them; a row's last K block may be shorter."""
 _BLOCKS = K_BLOCK // BLOCK_SIZE
 
 
@@ -304,7 +308,8 @@ def dequantize_mxfp6_linear(rows: torch.Tensor, scales: torch.Tensor) -> torch.T
     return (blocks * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(-2)
 
 
-# --- NVFP4 --------------------------------------------------------------------------------------------------------------
+# --- NVFP4
+# --------------------------------------------------------------------------------------------------------------
 
 NVFP4_BLOCK = NVFP4_SCALES.block
 _E4M3_MAX = 448.0
@@ -365,7 +370,8 @@ def decode_nvfp4_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``[rows, K / 2]`` bytes with linear E4M3 bytes ``[rows, K / 16]`` to float32 ``[rows, K]``, without the global scale."""
+    """``[rows, K / 2]`` bytes with linear E4M3 bytes ``[rows, K / 16]`` to float32 ``[rows, K]``, without the global
+    scale."""
     unit = torch.full(
         (packed.shape[0], packed.shape[1] * 2 // BLOCK_SIZE), 127, dtype=torch.uint8, device=packed.device
     )
@@ -373,7 +379,8 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
     return (blocks * decode_nvfp4_scales(scales, torch.float32).unsqueeze(-1)).flatten(-2)
 
 
-# --- Elements without their scales ----------------------------------------------------------------------------------------
+# --- Elements without their scales
+# ----------------------------------------------------------------------------------------
 
 
 class Elements(NamedTuple):
@@ -408,7 +415,7 @@ def _four_element_table(device: torch.device) -> torch.Tensor:
     return values.to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 
 
-_kept_table = functools.cache(_four_element_table)
+_cached_table = functools.cache(_four_element_table)
 
 
 def dequantize_mxfp4_linear(
@@ -424,7 +431,7 @@ def dequantize_mxfp4_linear(
         flat = flat.clone()
     pairs = flat.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     # A table that a mode of torch made, as FakeTensorMode does, is that mode's.
-    table = (_four_element_table if is_traced(()) else _kept_table)(pairs.device)
+    table = (_four_element_table if is_traced(()) else _cached_table)(pairs.device)
     values = table.index_select(0, pairs).view(torch.bfloat16)
     blocks = values.view(rows, 2 * width // BLOCK_SIZE, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that runs the kernels of a call: a CUDA device, a virtual one, or none.
 
-An operator validates its call, asks :func:`kernels` of the tensors' device, and launches what it got, or computes on the CPU
-where that is None::
+An operator validates its call, asks :func:`kernels` of the tensors' device, and launches what it got, or computes on
+the CPU where that is None::
 
     backend = kernels(x.device)
     if backend is None:

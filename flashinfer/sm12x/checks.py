@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of arguments for all operators of the SM12x family, on whatever device.
 
-Errors name the argument, what it was and what it may be.  Nothing here looks at an element.  A call that passes is good on
-a GPU, on the virtual one and on the CPU alike: addresses and overlaps are checked on each.
+Errors name the argument, what it was and what it may be.  Nothing here looks at an element.  A call that passes is good
+on a GPU, on the virtual one and on the CPU alike: addresses and overlaps are checked on each.
 """
 
 from __future__ import annotations
@@ -169,10 +169,12 @@ def require_k_alignment(name: str, value: Any) -> int:
 
 
 def require_activation_bytes(name: str, rows: int, row_bytes: int) -> None:
-    """Raise ``ValueError`` where ``rows`` of activations take 64 GiB or more: kernels count 16-byte pieces in 32 bits."""
+    """Raise ``ValueError`` where ``rows`` of activations take 64 GiB or more: kernels count 16-byte pieces in 32
+    bits."""
     if rows * row_bytes >= MOST_ACTIVATION_BYTES:
         raise ValueError(
-            f"{name} is {rows}; with {row_bytes} bytes a row these are activations of 64 GiB and more, it must be at most "
+            f"{name} is {rows}; with {row_bytes} bytes a row these are activations of 64 GiB and more, it must be at "
+            "most "
             f"{(MOST_ACTIVATION_BYTES - 1) // row_bytes}: split the batch"
         )
 
@@ -235,8 +237,8 @@ def require_storage(name: str, tensor: torch.Tensor) -> None:
 def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:
     """Raise ``ValueError`` unless memory holds a tensor's values, from a multiple of ``alignment`` bytes on.
 
-    Kernels read what lies there: not the sign that a view with the negative bit adds, nor what a storage that was resized
-    has no more.
+    Kernels read what lies there: not the sign that a view with the negative bit adds, nor what a storage that was
+    resized has no more.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {describe(tensor)}; it must be dense")
@@ -305,7 +307,8 @@ def require_tensor(
     what: str = "",
     alignment: int = POINTER_ALIGNMENT,
 ) -> None:
-    """Raise unless ``value`` is a contiguous tensor of one of ``shapes`` and ``dtypes`` on ``device``, aligned in bytes.
+    """Raise unless ``value`` is a contiguous tensor of one of ``shapes`` and ``dtypes`` on ``device``, aligned in
+    bytes.
 
     Raises
     ------
@@ -334,10 +337,10 @@ def require_tensor(
 class Unchanged:
     """Tensors that passed their checks; :meth:`holds` tells quickly whether the same ones would still pass.
 
-    It keeps weak references to the objects, and of each its address, its offset in its storage and that one's size, shape,
-    strides and dtype. ``tensor.data = other``, ``set_`` and a resized storage change one of them. The address alone does
-    not tell: a storage that was resized twice may be back at its first address, smaller. Nor does it with the size: a
-    storage of that size that starts below the address ends earlier.
+    It keeps weak references to the objects, and of each its address, its offset in its storage and that one's size,
+    shape, strides and dtype. ``tensor.data = other``, ``set_`` and a resized storage change one of them. The address
+    alone does not tell: a storage that was resized twice may be back at its first address, smaller. Nor does it with
+    the size: a storage of that size that starts below the address ends earlier.
     """
 
     def __init__(self, *tensors: torch.Tensor | None) -> None:
@@ -472,12 +475,12 @@ def are_apart(spans: Sequence[Span], written: int, bounds: Sequence[int]) -> boo
 _PLAIN_OPTIONS = {int, bool, type(None)}
 
 
-class KnownCalls:
-    """What was found of a layer's valid calls, by the metadata of their tensors: a call signature cache.
+class CallCache:
+    """The call cache: results of checks of a layer's valid calls, by the metadata of their tensors.
 
-    Checks of metadata say the same of the same metadata. So a call with the options of an earlier one, whose tensors have
-    the types, dtypes and shapes of that one's, is valid if its tensors lie where they may, which is asked in each call.
-    No tensor is kept.
+    Checks of metadata say the same of the same metadata. So a call with the options of an earlier one, whose tensors
+    have the types, dtypes and shapes of that one's, is valid if its tensors lie where they may, which is checked in
+    each call. No tensor is cached.
 
     Parameters
     ----------
@@ -486,11 +489,11 @@ class KnownCalls:
     bounds : sequence of int
         Of the memory of the layer's own tensors (:func:`bounds_of`).
     written : int
-        So many of a call's tensors, the first ones, are written.
+        The first ``written`` tensors of a call are written.
     """
 
     MOST = 128
-    """Signatures that are kept; one more, and all are forgotten."""
+    """Signatures in the cache; one more clears it."""
 
     def __init__(self, device: torch.device, bounds: Sequence[int], written: int) -> None:
         self.bounds = bounds
@@ -531,9 +534,9 @@ class KnownCalls:
         return known if not written or are_apart(spans, written, self.bounds) else None
 
     def add(self, known: Any, tensors: Sequence[Any], *options: Any) -> None:
-        """Keep what was found of a valid call, which is anything but None, if its options are plain."""
+        """Cache the result of a valid call's checks, anything but None, if its options are plain."""
         if not _PLAIN_OPTIONS.issuperset(map(type, options)):
-            return  # a tensor of one integer may be one; it would be kept
+            return  # a tensor of one integer may be one; it would be cached
         if len(self._found) >= self.MOST:
             self._found.clear()
         signature = [*options, *map(type, options)]

@@ -76,7 +76,8 @@ def require_device_class(index: int) -> DeviceClass:
     if found is None:
         major, minor = _capability(index)
         raise NotImplementedError(
-            f"compute capability is {major}.{minor}; the SM12x kernels are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
+            f"compute capability is {major}.{minor}; the SM12x kernels are for 12.x, and for 9.0 with "
+            "FLASHINFER_SM12X_MOE=1"
         )
     return found
 

@@ -86,7 +86,8 @@ class Instance:
         Warps that share K in a stream of weights, which has one block per SM; a streamed MoE layer computes FC1 and FC2
         in one launch. 0: tiled GEMMs.
     weights : str
-        ``"mxfp4"`` or ``"nvfp4"`` for a MoE layer; for a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
+        ``"mxfp4"`` or ``"nvfp4"`` for a MoE layer; for a dense layer one of
+        ``quantization.block_scaled.WEIGHT_FORMATS``.
     layer : str
         ``"moe"`` or ``"dense"``.
     """
@@ -128,7 +129,8 @@ class Instance:
         """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`multiplies` (4, 5 or 6 if
         streamed); token tile; K tile.
 
-        ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the table.
+        ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the
+        table.
         """
         if self.layer == "dense":
             return self.index

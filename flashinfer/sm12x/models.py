@@ -115,15 +115,16 @@ MOE_LAYERS = {
     "glm-4.5-air": MoELayer(4096, 1408, 128, 8, "plain"),
     "glm-4.7": MoELayer(5120, 1536, 160, 8, "plain"),
 }
-"""The experts of each model that tests, benchmarks and the predictor know, as one GPU has them. Only gpt-oss' have biases."""
+"""The experts of each model that tests, benchmarks and the predictor know, as one GPU has them. Only gpt-oss' have
+biases."""
 
 NVFP4_LAYERS = {
     # Qwen/Qwen3.6-35B-A3B, Qwen/Qwen3-Coder-Next and MiniMaxAI/MiniMax-M2.7, config.json of each.
     "qwen3.6-35b-a3b": MoELayer(2048, 512, 256, 8, "plain", "nvfp4"),
     "qwen3-coder-next": MoELayer(2048, 512, 512, 10, "plain", "nvfp4"),
     "minimax-m2.7": MoELayer(3072, 1536, 256, 8, "plain", "nvfp4"),
-    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4 and nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4, config.json of each:
-    # mlp_hidden_act relu2; Super's experts are between latent projections (moe_latent_size).
+    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4 and nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4, config.json of
+    # each: mlp_hidden_act relu2; Super's experts are between latent projections (moe_latent_size).
     "nemotron-3-nano": MoELayer(2688, 1856, 128, 6, "relu2", "nvfp4"),
     "nemotron-3-super": MoELayer(1024, 2688, 512, 22, "relu2", "nvfp4"),
     "gpt-oss-120b-nvfp4": MODELS["gpt-oss-120b"].moe._replace(weights="nvfp4"),

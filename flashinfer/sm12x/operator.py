@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its place.
+"""A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its
+place.
 
 The fields of a call's type are the operator's schema, and code that handles a call reads its arguments by these names.
 The public function spells out each field, because Dynamo of torch 2.11 cannot trace ``locals()``.

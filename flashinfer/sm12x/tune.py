@@ -18,8 +18,8 @@ from . import devices
 from .backend import Backend
 
 _NOTHING = (0, 0, 0, None)
-_MOST_REMEMBERED = 4096
-_remembered: dict[Any, Any] = {}
+_MOST_CACHED = 4096
+_cached: dict[Any, Any] = {}
 """Tactics by the tuner's state and a call's key; emptied when it is full."""
 
 
@@ -42,7 +42,7 @@ class Runner(TunableRunner):
         return self._backend_cache
 
     def profile(self, inputs: list[torch.Tensor]) -> Any:
-        """The call that :meth:`make_profile` made for this number of tokens. Only the last one is kept, because an LM
+        """The call that :meth:`make_profile` made for this number of tokens. Only the last one is cached, because an LM
         head's outputs are large."""
         tokens = inputs[0].shape[0]
         if tokens not in self._profile_cache:
@@ -50,7 +50,7 @@ class Runner(TunableRunner):
         return self._profile_cache[tokens]
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """Facts besides the shapes that tell saved tactics apart; the same in every process."""
+        """Facts in addition to the shapes that tell saved tactics apart; the same in every process."""
         raise NotImplementedError
 
     def names(self, tokens: int) -> list[str]:
@@ -130,8 +130,8 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
     key = None
     if state is not None:
         key = state, operator, most_tokens, runner.get_cache_key_extras(inputs), *(each.shape for each in inputs)
-        if key in _remembered:
-            known: str | None = _remembered[key]
+        if key in _cached:
+            known: str | None = _cached[key]
             return known
     if key is None:
         _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
@@ -140,9 +140,9 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
         _, _, tactic, _ = tuner.search_cache(operator, [runner], shapes, config(most_tokens), inputs=inputs)
     name = None if tactic == -1 else str(tactic)
     if key is not None:
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = name
+        if len(_cached) >= _MOST_CACHED:
+            _cached.clear()
+        _cached[key] = name
     return name
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions of ``flashinfer.testing``: metadata of their arguments is checked before anything is computed.
 
-A scale too few broadcasts, an expert too many is never read: both would be a reference of something else. References of dense
-layers and of grouped GEMMs take what their operators take, so those check the calls; that of a MoE layer also sizes that tests
-pad themselves. Values, but for group ends, are not looked at.
+A scale too few broadcasts, an expert too many is never read: both would be a reference of something else. References of
+dense layers and of grouped GEMMs take what their operators take, so those check the calls; that of a MoE layer also
+sizes that tests pad themselves. Values, but for group ends, are not looked at.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def _require_rows(rows: tuple[Any, ...], case: MoECase) -> None:
         require_int(f"routing[{expert}]", count, 0, case.num_tokens, "since an expert gets a token once")
     if len(rows) != case.num_experts or sum(rows) != case.num_tokens * case.top_k:
         raise ValueError(
-            f"routing is {len(rows)} numbers that add up to {sum(rows)}; it must be num_experts, {case.num_experts}, that add "
+            f"routing is {len(rows)} numbers that add up to {sum(rows)}; it must be num_experts, {case.num_experts}, "
+            "that add "
             f"up to num_tokens * top_k, {case.num_tokens * case.top_k}"
         )
 

@@ -20,7 +20,7 @@ EXP2_ERROR = 2.0**-22  # relative, of ex2.approx.ftz (PTX ISA, section on ex2): 
 
 @dataclasses.dataclass
 class DecodeCase:
-    """A call, and the cache in front of it."""
+    """A call, and the cache before it."""
 
     arguments: dict[str, Any]
     keys: torch.Tensor
@@ -344,9 +344,9 @@ def _attend(
     shares = torch.softmax(scores * math.log(2), dim=-1)[..., : len(k)]
     out = torch.einsum("hgp,phd->hgd", shares, v)
     magnitude = torch.einsum("hgp,phd->hgd", shares, v.abs())
-    # A weight meets its own exp2 and those of rescaling: at each later chunk of its warp, where the other warps, the other
-    # splits and the sink come in. Warps and splits that have seen something are no more than chunks, and those that have not
-    # multiply by exp2(0) = 1.
+    # A weight meets its own exp2 and those of rescaling: at each later chunk of its warp, where the other warps, the
+    # other splits and the sink come in. Warps and splits that have seen something are no more than chunks, and those
+    # that have not multiply by exp2(0) = 1.
     weight = math.log(2) * error + (chunks + 4) * (EXP2_ERROR + 2 * unit)
     # Sums of weights and of products, by MMAs over all positions, and over warps and splits.
     sums = gamma(len(k)) + (chunks + 8 + 32) * unit

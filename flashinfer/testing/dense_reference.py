@@ -28,7 +28,8 @@ from .mxfp_formats import (
 )
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
-"""Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
+"""Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or
+MXFP4."""
 
 
 class Weights(NamedTuple):
@@ -53,7 +54,7 @@ TOKENS_OF = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "mxfp4"}
 
 @dataclasses.dataclass(frozen=True)
 class DenseCase:
-    """A call: sizes, formats, and what besides the product it has.
+    """A call: sizes, formats, and what in addition to the product it has.
 
     ``tokens`` is one of :data:`TOKENS`, ``weights`` of :data:`WEIGHTS`.
     """
@@ -107,7 +108,8 @@ def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tenso
 
 
 def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
-    """Random arguments for a case; 128x4 scales, and MXFP6's rows, have random bytes in their padding, which nobody may use."""
+    """Random arguments for a case; 128x4 scales, and MXFP6's rows, have random bytes in their padding, which nobody may
+    use."""
     generator = torch.Generator().manual_seed(seed)
 
     def swizzled(linear: torch.Tensor) -> torch.Tensor:
@@ -144,8 +146,8 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
 
 
 def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[str, DenseInputs]]:
-    """Arguments for a case as they are, and with one element of an operand that is NaN or infinite, for each operand; with
-    a name.  Scales of no row and of no block are NaN in all of them.
+    """Arguments for a case as they are, and with one element of an operand that is NaN or infinite, for each operand;
+    with a name.  Scales of no row and of no block are NaN in all of them.
     """
     inputs = make_dense_inputs(case, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -204,8 +206,8 @@ def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_COR
     if inputs.named.get("residual") is not None:
         result = result + inputs.named["residual"].double()
         bound = bound + FLOAT32_ROUNDOFF * (result.abs() + bound)
-    # Beyond float32, as infinity is that the caller rounded to MXFP8 or MXFP4, a value is infinite there: what it gives with a
-    # weight of zero, and an infinite alpha with an error of zero, the contract does not fix.
+    # Beyond float32, as infinity is that the caller rounded to MXFP8 or MXFP4, a value is infinite there: what it gives
+    # with a weight of zero, and an infinite alpha with an error of zero, the contract does not fix.
     free = torch.isnan(bound) & ~torch.isnan(result) | _overflows(x.values).unsqueeze(1) | _overflows(w.values)
     return result, torch.where(free, torch.inf, bound)
 
@@ -230,8 +232,8 @@ def normed_dense_reference(
     """``rmsnorm_dense_block_scaled`` in float64 and its bound, of rows that add up to ``total``.
 
     ``factor_last``: what is rounded to bfloat16 is the sum times the norm's weight, as in a stream of weights, which
-    multiplies with a row's factor afterwards; else the factor is in it, and both neighbours of the rounded number are allowed
-    where float32 cannot tell them apart.
+    multiplies with a row's factor afterwards; else the factor is in it, and both neighbours of the rounded number are
+    allowed where float32 cannot tell them apart.
     """
     rows, scale, k = total.double(), norm["norm_weight"].double(), total.shape[1]
     factor = torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm["eps"])

@@ -10,18 +10,19 @@ Dot products of float32 additions
 
 With ``u`` the relative error of one float32 addition and ``n`` the number of additions on the longest path of a term
 through the sum, in whatever order, ``|computed - exact| <= gamma * sum |x_k w_k|`` with
-``gamma = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).  The products
-themselves are exact: an e4m3 or bf16 significand times an e2m1 significand has at most 10 bits, and block scales are
-powers of two.
+``gamma = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).  The
+products themselves are exact: an e4m3 or bf16 significand times an e2m1 significand has at most 10 bits, and block
+scales are powers of two.
 
 Dot products of tensor cores
 ----------------------------
 
-An MMA adds in steps.  A step aligns its products and the accumulator ``c`` to the largest exponent ``E`` among them, cuts
-each toward zero to a multiple of ``q = 2^(E - F)``, adds what is left exactly, and cuts the sum to ``min(F, 23)`` fraction
-bits.  This is the published model of A100 to B200 (arXiv 2512.07004), with which the golden data of an H200 agree bit for
-bit at ``F = 25``; on an RTX 5090 others measured ``F`` (:data:`SM120_SUM_BITS`).  The bound holds for any grouping of at
-least :data:`STEP` products into steps, and for partial sums added in float32, at most one addition for each step.
+An MMA adds in steps.  A step aligns its products and the accumulator ``c`` to the largest exponent ``E`` among them,
+cuts each toward zero to a multiple of ``q = 2^(E - F)``, adds what is left exactly, and cuts the sum to ``min(F, 23)``
+fraction bits.  This is the published model of A100 to B200 (arXiv 2512.07004), with which the golden data of an H200
+agree bit for bit at ``F = 25``; on an RTX 5090 others measured ``F`` (:data:`SM120_SUM_BITS`).  The bound holds for any
+grouping of at least :data:`STEP` products into steps, and for partial sums added in float32, at most one addition for
+each step.
 
 Write ``A`` for ``sum |x_k w_k|``, ``S`` for the number of steps and ``e`` for the bound.
 
@@ -102,8 +103,9 @@ STEP = 8
 """Least number of products that a published tensor core adds at once (16 bits each, A100 and Ada)."""
 
 SM120_SUM_BITS = {"bf16": 21, "f16": 21, "f8": 20, "mxf8f6f4": 20, "mxf4": 20}
-"""Fraction bits ``F`` that the MMAs of an SM120 keep of a sum, as others measured an RTX 5090: 1 survives beside ``2^F``
-(QuACK, ``quack/gemm_sm120.py``, 2026-07-29).  f16 and mxf4 are taken to be as bf16 and mxf8f6f4; no SM121 was measured."""
+"""Fraction bits ``F`` that the MMAs of an SM120 keep of a sum, as others measured an RTX 5090: 1 survives beside
+``2^F`` (QuACK, ``quack/gemm_sm120.py``, 2026-07-29).  f16 and mxf4 are taken to be as bf16 and mxf8f6f4; no SM121 was
+measured."""
 
 _FRACTION_BITS = {"bf16": 7, "mxfp4": 1, "mxfp8": 3}
 
@@ -117,7 +119,8 @@ class Accumulation:
     Attributes
     ----------
     sum_bits : int, optional
-        Fraction bits ``F`` that tensor cores keep of a sum; ``None``: float32 additions rounded to nearest, in any order.
+        Fraction bits ``F`` that tensor cores keep of a sum; ``None``: float32 additions rounded to nearest, in any
+        order.
     """
 
     sum_bits: int | None = None
@@ -235,7 +238,8 @@ def affine_error(
     factor: torch.Tensor | float,
     result: torch.Tensor,
 ) -> torch.Tensor:
-    """Bound on ``factor * product + addend`` in float32: ``error`` of the product, and one rounding for each operation."""
+    """Bound on ``factor * product + addend`` in float32: ``error`` of the product, and one rounding for each
+    operation."""
     scaled = (error * factor).abs()
     return scaled + FLOAT32_ROUNDOFF * ((product * factor).abs() + result.abs() + 2 * scaled)
 
@@ -292,8 +296,8 @@ def relu2(up: torch.Tensor, up_error: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
-    """MXFP8 of ``values``, saturated as inside a call, and how far the values of anything within ``error`` can lie from its
-    own."""
+    """MXFP8 of ``values``, saturated as inside a call, and how far the values of anything within ``error`` can lie from
+    its own."""
     k = values.shape[-1]
     low = block_amax((values.abs() - error).clamp(min=0))
     high = block_amax(values.abs() + error)

@@ -40,12 +40,12 @@ class MoECase:
     weights : str
         Format of the experts; ``"nvfp4"`` only in mode 2.
     data : str
-        ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers and
-        scales over two octaves, for which FC1's float32 sums are exact in any order.
+        ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers
+        and scales over two octaves, for which FC1's float32 sums are exact in any order.
     routing : str or tuple
-        ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter); or
-        the number of tokens that each expert gets, as :func:`uneven_rows` gives them: ``num_tokens * top_k`` in all, and
-        at most ``num_tokens`` for one.
+        ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter);
+        or the number of tokens that each expert gets, as :func:`uneven_rows` gives them: ``num_tokens * top_k`` in all,
+        and at most ``num_tokens`` for one.
     swiglu_parameters, swiglu_step, swiglu_limit_alone : bool
         Whether alpha, beta and limit are given; whether the activation is SwigluStep, which has only a limit; whether
         Swiglu has only a limit.
@@ -130,8 +130,9 @@ def _nvfp4_weights(
 
 
 def uneven_rows(pairs: int, experts: int, tile: int) -> dict[str, tuple[int, ...]]:
-    """How many of ``pairs`` (token, slot) pairs each expert gets, in ways that differ in the tiles of ``tile`` tokens that
-    they make: full, partly filled and narrow ones in each order, experts without a row, and one with half of all."""
+    """How many of ``pairs`` (token, slot) pairs each expert gets, in ways that differ in the tiles of ``tile`` tokens
+    that they make: full, partly filled and narrow ones in each order, experts without a row, and one with half of
+    all."""
 
     def filled(rows: list[int]) -> tuple[int, ...]:
         """At most ``pairs``, in order; what is left goes to the last expert."""
@@ -239,7 +240,8 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
 
 
 def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[str, MoEInputs]]:
-    """``inputs`` as they are, and with one element of an operand that is NaN or infinite, for each operand; with a name.
+    """``inputs`` as they are, and with one element of an operand that is NaN or infinite, for each operand; with a
+    name.
 
     The element is one that some token meets.  Scales of no row and of no block are NaN in all of them.
     """

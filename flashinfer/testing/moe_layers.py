@@ -110,7 +110,8 @@ def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
 def route(layer: Batch, num_tokens: int, seed: int, log_popularity: torch.Tensor | None = None) -> Batch:
     """The first ``num_tokens`` rows of ``layer`` with random routing of ``seed``.
 
-    ``log_popularity`` ``[experts]``: logarithms of the weights with which a token's experts are drawn; uniform when omitted.
+    ``log_popularity`` ``[experts]``: logarithms of the weights with which a token's experts are drawn; uniform when
+    omitted.
     """
     inputs = layer.inputs
     device = inputs.input.device

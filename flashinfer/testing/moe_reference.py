@@ -39,8 +39,8 @@ class MoEInputs:
 
     Shapes as that function documents them: M tokens, hidden H, intermediate I, E local experts; FC1 has up rows alone
     with ``relu2``.  Weights are bytes, block
-    scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``, or ``K / 16`` of NVFP4.  ``fc1_global`` and ``fc2_global`` are
-    ``None`` for W4A16 with MXFP4.
+    scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``, or ``K / 16`` of NVFP4.  ``fc1_global`` and ``fc2_global``
+    are ``None`` for W4A16 with MXFP4.
     Expert ids that are not this rank's, -1 among them, contribute nothing.
     """
 
@@ -204,8 +204,8 @@ def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> 
     Notes
     -----
 
-    ``error_bounds`` derives the parts.  The sum over a token's experts adds ``top_k`` roundings of partial sums, each at
-    most ``u`` times the sum of the magnitudes.
+    ``error_bounds`` derives the parts.  The sum over a token's experts adds ``top_k`` roundings of partial sums, each
+    at most ``u`` times the sum of the magnitudes.
     """
     x = _activations(inputs)
     tokens, hidden = x.values.shape

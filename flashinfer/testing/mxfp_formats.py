@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-scaled formats in float64, written to be read next to the OCP Microscaling Formats specification v1.0.
 
-Every function works on any device and keeps its tensors there.  Values are exact: e2m1, e2m3, e4m3, e5m2, int8 and UE8M0
-all fit float64, and so do their products.  MXFP6's order in memory is this project's (``sm12x/types.h``); NVFP4 is e2m1
-with an E4M3 scale, whose sign is not read, for 16 elements.
+Every function works on any device and keeps its tensors there.  Values are exact: e2m1, e2m3, e4m3, e5m2, int8 and
+UE8M0 all fit float64, and so do their products.  MXFP6's order in memory is this project's (``sm12x/types.h``); NVFP4
+is e2m1 with an E4M3 scale, whose sign is not read, for 16 elements.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def quantize_mxfp8(values: torch.Tensor, saturates: bool = False) -> tuple[torch
     """Float ``[..., K]`` to (e4m3 ``[..., K]``, linear UE8M0 ``[..., ceil(K / 32)]``).
 
     The scale is ``amax / 448`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to
-    nearest even and saturated, so infinity becomes 448; NaN stays NaN and does not take part in ``amax``. ``saturates``:
-    as inside a call, where no scale is above 2^119, so that every number is a float32.
+    nearest even and saturated, so infinity becomes 448; NaN stays NaN and does not take part in ``amax``.
+    ``saturates``: as inside a call, where no scale is above 2^119, so that every number is a float32.
     """
     scales = _scales_of(values, E4M3_MAX, saturates)
     scaled = values.double() / _per_element(scales, values.shape[-1])
@@ -245,8 +245,8 @@ def quantize_mxfp4(values: torch.Tensor, saturates: bool = False) -> tuple[torch
     """Float ``[..., K]``, K even, to (packed e2m1 bytes ``[..., K / 2]``, linear UE8M0 ``[..., ceil(K / 32)]``).
 
     The scale is ``amax / 6`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to nearest
-    even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale. ``saturates``:
-    as inside a call, where no scale is above 2^125, so that every number is a float32.
+    even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale.
+    ``saturates``: as inside a call, where no scale is above 2^125, so that every number is a float32.
     """
     scales = _scales_of(values, E2M1_MAX, saturates)
     scaled = values.double() / _per_element(scales, values.shape[-1])
@@ -257,8 +257,9 @@ def quantize_mxfp4(values: torch.Tensor, saturates: bool = False) -> tuple[torch
 def swizzle_scales(linear: torch.Tensor) -> torch.Tensor:
     """Linear scales ``[..., rows, blocks]`` to 128x4 bytes ``[..., pad128(rows), pad4(blocks)]``; padding is 0.
 
-    Byte of (row m, block k): ``(m // 128) * (KB // 4) * 512 + (k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``
-    with KB the padded number of blocks.
+    Byte of (row m, block k):
+    ``(m // 128) * (KB // 4) * 512 + (k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4`` with KB the padded
+    number of blocks.
     """
     rows, blocks = linear.shape[-2:]
     padded = torch.nn.functional.pad(linear.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))

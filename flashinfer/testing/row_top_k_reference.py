@@ -20,10 +20,11 @@ def largest_of_rows(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, tor
 
 
 def with_unusual_outputs(kind: str, m: int, n: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments of ``dense_block_scaled_top_k``, CPU tensors, whose logits are all zero but for their bias, and these logits.
+    """Arguments of ``dense_block_scaled_top_k``, CPU tensors, whose logits are all zero but for their bias, and these
+    logits.
 
     ``kind``: ``equal`` (all), ``nan`` (many), ``first nan``, ``-inf`` (all but the last), ``inf`` (some), ``zeros`` (-0
-    in front of 0).
+    before 0).
     """
     weight, linear = quantize_mxfp4(torch.zeros(n, 64))
     bias = torch.linspace(-5, 5, n)

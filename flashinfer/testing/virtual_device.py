@@ -13,8 +13,8 @@ embedded, and loaded over the emulator's CUDA runtime: launcher, workspace arith
 Kernels may touch exactly the bytes of the tensors of the call. Out-of-bounds accesses, reads of memory that nothing
 wrote, missing proxy fences, deadlocks and the driver's refusals raise :class:`VirtualDeviceError`.
 
-It is a backend, which :mod:`flashinfer.sm12x.backend` loads by its name: operators find it there, and know nothing of it.
-The emulator itself (``emulator/``) knows nothing of this package.
+It is a backend, which :mod:`flashinfer.sm12x.backend` loads by its name: operators find it there, and know nothing of
+it. The emulator itself (``emulator/``) knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _modules: dict[Any, Any] = {}  # they stay loaded: their PTX is parsed once per 
 
 
 class VirtualDeviceError(RuntimeError):
-    """A launch on the virtual device was refused, failed, or a watcher reported on it.
+    """A launch on the virtual device was refused, failed, or a checker reported on it.
 
     Attributes:
         launches: The call's launches, the failed one included; their ``reports`` name kernel, PTX line, block, warp,
@@ -105,8 +105,8 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _known_gpus() -> tuple[str, str]:
-    """A variable and its value that spare a process the question for its GPUs, and give it this one's cache: there torch
-    counts the virtual runtime's and cannot use it."""
+    """A variable and its value that spare a process the question for its GPUs, and give it this one's cache: there
+    torch counts the virtual runtime's and cannot use it."""
     from flashinfer.jit import core
 
     known = core.current_compilation_context.TARGET_CUDA_ARCHS
@@ -156,7 +156,7 @@ class VirtualDevice:
     Attributes:
         architecture: ``"sm_121a"``.
         launches: Launches that ran so far, oldest first (``vsm.Launch``: counters, predicted time, reports).
-        strict: Whether a watcher's report raises, as a fault does.
+        strict: Whether a checker's report raises, as a fault does.
     """
 
     device_class = GB10
@@ -283,7 +283,7 @@ class VirtualDevice:
             The result of ``function``. The launches are appended to :attr:`launches`.
 
         Raises:
-            VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault every
+            VirtualDeviceError: a launch was refused or failed; with ``strict``, a checker reported. After a fault every
                 further call fails, as it does in a GPU's context; enter a new device.
         """
         self._require_no_failure()
@@ -363,7 +363,7 @@ def virtual_device(
 
     Args:
         architecture: ``"sm_121a"``: GB10 (DGX Spark).
-        strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
+        strict: A checker's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
         watch: Flags of ``vsm.Watch``; its default is all but races and arrivals.
         threads: Host threads that execute blocks; 0: one per core.
         accumulation_bits: Fraction bits that MMAs keep of their sums, of all kinds or by name
@@ -383,8 +383,8 @@ def virtual_device(
 
     Raises:
         ValueError: no such architecture, or number of SMs.
-        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
-            to do).
+        RuntimeError: modules of the process know another number of SMs, the emulator cannot be built, or the process
+            has a real CUDA 13 runtime loaded (the text says what to do).
     """
     _check_architecture(architecture)
     with _lock:

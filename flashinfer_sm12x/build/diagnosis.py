@@ -21,7 +21,7 @@ class JitBuildError(RuntimeError):
     Attributes:
         module: The module's name.
         log_path: The file with the compiler's full output, or None when there is none.
-        hint: The remedy, or None when the cause is not a known one.
+        hint: The fix, or None when the cause is not a known one.
     """
 
     def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
@@ -89,7 +89,8 @@ def ending_signal(returncode: int, output: str) -> signal.Signals | None:
         return signal.Signals(int(numbered.group(1)))
     name = "|".join(_SIGNAL_NAMES)
     named = re.search(
-        rf"\b({name}) signal terminated|internal compiler error: ({name})|^(?!.*\berror: )(?:.*\W)?({name})(?: \(core dumped\))?$",
+        rf"\b({name}) signal terminated|internal compiler error: ({name})|^(?!.*\berror: )(?:.*\W)?({name})(?: "
+        r"\(core dumped\))?$",
         output,
         re.MULTILINE,
     )
@@ -105,7 +106,7 @@ def was_killed(returncode: int, output: str) -> bool:
 
 
 def hint_for(returncode: int, output: str) -> str | None:
-    """The remedy for a failed compilation whose cause is a known one, else None."""
+    """The fix for a failed compilation whose cause is a known one, else None."""
     missing = re.search(
         r"fatal error: (\S+): No such file or directory|could not open source file \"([^\"]+)\"", output
     )
@@ -115,7 +116,8 @@ def hint_for(returncode: int, output: str) -> str | None:
         return _disk_full("the file system of the cache or of TMPDIR")
     if output == WITHOUT_A_WORD:
         return (
-            "either the compiler was killed because memory ran out (dmesg says so): free some, or set MAX_JOBS=1; or it does "
+            "either the compiler was killed because memory ran out (dmesg says so): free some, or set MAX_JOBS=1; or "
+            "it does "
             "not work at all: run it with --version, and the host compiler that it runs, c++ --version"
         )
     ended_by = ending_signal(returncode, output)
@@ -123,7 +125,8 @@ def hint_for(returncode: int, output: str) -> str | None:
         return _ended_by(ended_by)
     if re.search(_PIECES_THAT_DISAGREE, output):
         return (
-            "the compiler and its headers or its code generator are of different CUDA releases: the toolkit is of several, or "
+            "the compiler and its headers or its code generator are of different CUDA releases: the toolkit is of "
+            "several, or "
             "CPATH, NVCC_PREPEND_FLAGS or FLASHINFER_EXTRA_CUDAFLAGS puts another's headers in front. One whole: "
             f"{toolchain.PIP_COMMAND}"
         )
@@ -139,7 +142,8 @@ def hint_for(returncode: int, output: str) -> str | None:
         number = re.sub(r"\D*(\d+)(\d)([af]?)", r"\1.\2\3", unknown.group(1))
         if number not in KNOWN:
             return (
-                f"this nvcc does not know {unknown.group(1)}, and no GPU of this family is that. FLASHINFER_CUDA_ARCH_LIST is "
+                f"this nvcc does not know {unknown.group(1)}, and no GPU of this family is that. "
+                "FLASHINFER_CUDA_ARCH_LIST is "
                 "12.1a for a DGX Spark, 12.0a for RTX 50 and RTX PRO Blackwell"
             )
         return (
@@ -154,7 +158,8 @@ def hint_for(returncode: int, output: str) -> str | None:
         return "the host C++ compiler is missing or broken. Debian, Ubuntu: apt-get install g++"
     if re.search(r"\.o: (?:error: )?file (?:not recognized|too short|truncated|is empty)", output):
         return (
-            "an object in the cache is damaged, by a full disk or a loss of power. Remove the module and build it again: "
+            "an object in the cache is damaged, by a full disk or a loss of power. Remove the module and build it "
+            "again: "
             "python -m flashinfer sm12x-cache clear --module NAME, with the name above"
         )
     library = re.search(r"cannot find -l(\w+)", output)
@@ -166,20 +171,21 @@ def hint_for(returncode: int, output: str) -> str | None:
 
 
 COMPILERS_WITHOUT_SPILLS = ("13.0", "13.5")
-"""The oldest and the newest release of nvcc of which ``make test-compilers`` has shown that no kernel for SM12x spills."""
+"""The oldest and the newest release of nvcc of which ``make test-compilers`` has shown that no kernel for SM12x
+spills."""
 
 WARN_OF_LOCAL_MEMORY = "-Xptxas=--warn-on-local-memory-usage"
 """The compiler's flag with which :func:`local_memory` finds something."""
 
 
-def local_memory(said: str) -> int:
+def local_memory(output: str) -> int:
     """Bytes of each thread's local memory, of the kernel that takes most: what does not fit its registers. 0: of none.
 
     Args:
         said: The output of a compiler that was given :data:`WARN_OF_LOCAL_MEMORY`.
     """
     return max(
-        map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", said)), default=0
+        map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", output)), default=0
     )
 
 
@@ -194,9 +200,12 @@ def spill_warning(module: str, banner: str, spilling: Mapping[str, int]) -> str:
     version = re.search(r"\bV(\d+[.\d]*)", banner)
     objects = ", ".join(f"{name} ({size} bytes a thread)" for name, size in sorted(spilling.items()))
     return (
-        f"{module} works, but more slowly than it should: nvcc {version[1] if version else 'of unknown version'} spills "
-        f"registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of your own, does "
-        f"not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
+        f"{module} works, but more slowly than it should: nvcc {version[1] if version else 'of unknown version'} "
+        "spills "
+        f"registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of your own, "
+        "does "
+        "not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: "
+        f"{toolchain.PIP_COMMAND}"
     )
 
 
@@ -212,7 +221,8 @@ def _ended_by(number: signal.Signals) -> str:
             "stays, and a new run resumes from there"
         )
     return (
-        f"the compiler crashed with {number.name}. What is built stays, and a new run resumes from there. If it crashes "
+        f"the compiler crashed with {number.name}. What is built stays, and a new run resumes from there. If it "
+        "crashes "
         "again at the same source, try another version of the compiler; if at different ones, suspect memory or disk"
     )
 
@@ -259,8 +269,8 @@ def explain_os_error(module: str, folder: Path, error: OSError) -> JitBuildError
 def explained_os_errors(module: str, folder: Path) -> Iterator[None]:
     """Raise :func:`explain_os_error` of an error of the system; each write of a build stands in such a block.
 
-    A lock that another process holds (``BlockingIOError``) stays as it is, and so does an error without a number, which is
-    not the system's but of a library that does not load.
+    A lock that another process holds (``BlockingIOError``) stays as it is, and so does an error without a number, which
+    is not the system's but of a library that does not load.
     """
     try:
         yield

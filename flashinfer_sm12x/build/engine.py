@@ -4,20 +4,20 @@
 ::
 
     build.ninja                          the commands
-    fused_moe_120-<key>-<digest>.so      the library of a content key, and the digest by which damage is seen
-    fused_moe_120-<key>-<digest>.json    the inputs that the key is the hash of (``record``)
+    fused_moe_120-<hash>-<digest>.so     the library of a build hash, and the digest by which damage is seen
+    fused_moe_120-<hash>-<digest>.json   the inputs that the hash is the hash of (``record``)
     fused_moe_120.so                     a link to the library that was built last
-    obj/<key>-<digest>/                  an object, so that an edit compiles only what it touches
+    obj/<hash>-<digest>/                 an object, so that an edit compiles only what it touches
     spills.json                          objects whose kernels spill registers, and how many bytes
-    digests.json                         the memo of ``content_key``
+    digests.json                         the memo of ``build_hash``
     build.log                            what the last build printed
     tmp/                                 the compilers' TMPDIR, removed after a build
 
-A file gets its name only when it is complete, and the name is a hash of its inputs (``content_key``). So ninja compares
-no file times: it makes the files that are missing. An object or a library whose content is not of the digest in its name
-is damaged, by a full disk or a loss of power: a build replaces it. An object that another module of the cache has, such
-as the binding of several formats, is linked from there. A successful build removes files of other keys; a process that
-has loaded such a library keeps it.
+A file gets its name only when it is complete, and the name is a hash of its inputs (``build_hash``). So ninja compares
+no file times: it makes the files that are missing. An object or a library whose content is not of the digest in its
+name is damaged, by a full disk or a loss of power: a build replaces it. An object that another module of the cache has,
+such as the binding of several formats, is linked from there. A successful build removes files of other hashes; a
+process that has loaded such a library keeps it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .. import variables
-from .content_key import Files, digest_of, hash_file, host_compilers, key_of, linked_by, namer, searched_by, words_of
+from .build_hash import Files, digest_of, hash_file, hash_of, host_compilers, linked_by, namer, searched_by, words_of
 from .diagnosis import (
     WITHOUT_A_WORD,
     JitBuildError,
@@ -113,18 +113,18 @@ level DEBUG."""
 
 
 class Progress:
-    """How far a build is, in the log: each step at level DEBUG, at most one in ten seconds at level INFO. Several ninjas may
-    tell theirs."""
+    """How far a build is, in the log: each step at level DEBUG, at most one in ten seconds at level INFO. Several
+    ninjas may tell theirs."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._said, self._lock = what, time.monotonic(), threading.Lock()
+        self._what, self._logged_at, self._lock = what, time.monotonic(), threading.Lock()
 
     def tell(self, done: int, total: int, name: str) -> None:
         """``name`` is made, as the ``done``-th of ``total``."""
         with self._lock:
             now = time.monotonic()
-            news = now - self._said >= _SECONDS_BETWEEN_LINES
-            self._said = now if news else self._said
+            news = now - self._logged_at >= _SECONDS_BETWEEN_LINES
+            self._logged_at = now if news else self._logged_at
             _logger.log(logging.INFO if news else logging.DEBUG, "%s [%d/%d] %s", self._what, done, total, name)
 
 
@@ -147,8 +147,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 def ninja_command(*words: str) -> list[str]:
     """The command that runs ninja with ``words``.
 
-    However the thread that starts it ends (a signal, a crash, the kernel's want of memory), ninja gets SIGTERM then, and
-    ends its compilers. Nobody else may write to the files that they make, whatever the umask.
+    However the thread that starts it ends (a signal, a crash, the kernel's want of memory), ninja gets SIGTERM then,
+    and ends its compilers. Nobody else may write to the files that they make, whatever the umask.
 
     Raises:
         ToolchainError: ninja is not installed.
@@ -194,7 +194,8 @@ def host_compiler() -> str:
 
 
 def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> CompileStep:
-    """One source, by the toolkit's ``nvcc`` or the host compiler that variables name, behind the launchers that they name."""
+    """One source, by the toolkit's ``nvcc`` or the host compiler that variables name, behind the launchers that they
+    name."""
     if source.suffix == ".cu":
         compiler, launcher = str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
         host = variables.read("CC")
@@ -252,7 +253,7 @@ class ModulePlan:
         Raises:
             FileNotFoundError: there is none.
         """
-        path = Keys(self).objects[step.name]
+        path = BuildHashes(self).objects[step.name]
         for folder in filter(None, (self.folder, self.read_only)):
             for made in _objects_of(folder, path):
                 return made
@@ -264,7 +265,7 @@ def _objects_of(folder: Path, path: str, modules: str = "") -> list[Path]:
 
     Args:
         folder: The folder.
-        path: The object's key and name, as in :attr:`Keys.objects`.
+        path: The object's hash and name, as in :attr:`BuildHashes.objects`.
         modules: What lies between the folder and ``obj``.
     """
     key, _, name = path.partition("/")
@@ -277,7 +278,7 @@ def _bears(name: str, digest: str | None) -> bool:
 
 
 class _Inputs:
-    """The flags and the files that commands read, as keys hold them: paths by the names of their roots, digests for
+    """The flags and the files that commands read, as hashes hold them: paths by the names of their roots, digests for
     contents.
 
     Args:
@@ -330,7 +331,7 @@ class _Inputs:
 def portable_key(
     roots: Mapping[str, str], sources: Iterable[tuple[Path, Sequence[str]]], link_flags: Sequence[str]
 ) -> str:
-    """The key of a library without what is of one machine: its compilers, their environment, files outside the flags'
+    """The hash of a library without what is of one machine: its compilers, their environment, files outside the flags'
     folders.
 
     Args:
@@ -340,22 +341,22 @@ def portable_key(
     """
     inputs = _Inputs(roots, Path(os.curdir), None, {})
     commands = [(tuple(flags), os.path.realpath(source)) for source, flags in sources]
-    return key_of(
+    return hash_of(
         [(inputs.words(flags), inputs.name(source)) for flags, source in commands],
         inputs.words(link_flags),
         inputs.contents(inputs.read_by_all(commands)),
     )
 
 
-class Keys:
-    """The content keys of a plan's objects and library, by the files as they are now.
+class BuildHashes:
+    """The build hashes of a plan's objects and library, by the files as they are now.
 
     Attributes:
         files: Digests of the files.
         sources: Name of a step -> paths and digests of all files that it reads.
-        objects: Name of a step -> its object's key and file name, with a slash between them.
+        objects: Name of a step -> its object's hash and file name, with a slash between them.
         parts: The library's inputs, by name.
-        library: The library's key, the hash of :attr:`parts`.
+        library: The library's hash, the hash of :attr:`parts`.
     """
 
     def __init__(self, plan: ModulePlan) -> None:
@@ -363,7 +364,7 @@ class Keys:
         self._environment = {name: os.environ[name] for name in COMPILER_ENVIRONMENT if name in os.environ}
         self._inputs = inputs = _Inputs(plan.roots, plan.folder, plan.folder / "digests.json", self._environment)
         self.files = inputs.files
-        # The library's key takes all files at once: the files of one source matter only if it is compiled.
+        # The library's hash takes all files at once: the files of one source matter only if it is compiled.
         read = inputs.read_by_all((step.flags, str(step.source)) for step in plan.steps)
         commands = [self._commands(step) for step in plan.steps]
         link = inputs.words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
@@ -375,7 +376,7 @@ class Keys:
             "files": inputs.contents(read),
             "linked": inputs.contents(linked),
         }
-        self.library = key_of(*self.parts.values())
+        self.library = hash_of(*self.parts.values())
 
     @cached_property
     def sources(self) -> dict[str, dict[str, str | None]]:
@@ -384,12 +385,13 @@ class Keys:
     @cached_property
     def objects(self) -> dict[str, str]:
         return {
-            step.name: f"{key_of(self._commands(step), self._inputs.contents(self.sources[step.name]))}/{step.name}"
+            step.name: f"{hash_of(self._commands(step), self._inputs.contents(self.sources[step.name]))}/{step.name}"
             for step in self._plan.steps
         }
 
     def _commands(self, step: CompileStep) -> list[Any]:
-        """A step's command, its compilers' identities and their environment: the part of its key besides the files."""
+        """A step's command, its compilers' identities and their environment: the part of its hash in addition to the
+        files."""
         words = self._inputs.flags(step.flags)
         unnamed = ["-ccbin", self._environment.get("NVCC_CCBIN") or "gcc"]
         hosts = host_compilers(words, self._plan.folder) or host_compilers(unnamed, self._plan.folder)
@@ -398,7 +400,7 @@ class Keys:
         return [self._inputs.words(step.command(str(step.source), "")), identities, launcher, self._environment]
 
     def find(self, digest_of: Callable[[Path], str | None] | None = None) -> Path | None:
-        """The library that bears the key, in the module's folder or the one that can only be read, and is whole.
+        """The library that bears the hash, in the module's folder or the one that can only be read, and is whole.
 
         Args:
             digest_of: Gives a file's digest; the memo's when omitted.
@@ -440,10 +442,10 @@ def _build_lines(path: str, command: Callable[[str], Sequence[str]]) -> str:
 
 def find_library(plan: ModulePlan) -> Path | None:
     """The library that a build of the files as they are now would make; None if it is missing. Writes only the memo."""
-    keys = Keys(plan)
-    library = keys.find()
+    hashes = BuildHashes(plan)
+    library = hashes.find()
     if library is not None:
-        keys.files.remember()
+        hashes.files.remember()
     return library
 
 
@@ -498,8 +500,8 @@ def _facts(program: str | Path) -> str:
 def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
     """Hold the lock of a module while it is built or removed; gives its descriptor.
 
-    Whoever inherits the descriptor holds the lock, too: compilers of a builder that was killed, which do not end at once,
-    so that nobody builds beside them.
+    Whoever inherits the descriptor holds the lock, too: compilers of a builder that was killed, which do not end at
+    once, so that nobody builds beside them.
 
     Raises:
         BlockingIOError: another process holds it, and ``wait`` is False.
@@ -561,15 +563,15 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
             compiled: dict[str, None] = {}
             linked = False
             # The library is read: a load that its damage ended believed the memo.
-            while (library := (keys := Keys(plan)).find(hash_file)) is None:
-                attempt = _Attempt(plan, keys, verbose, max_jobs, lock)
+            while (library := (hashes := BuildHashes(plan)).find(hash_file)) is None:
+                attempt = _Attempt(plan, hashes, verbose, max_jobs, lock)
                 linked = attempt.make()
                 compiled |= dict.fromkeys(attempt.compiled)
             _point(plan, library)
-            _tell_of_spills(plan, keys)
+            _tell_of_spills(plan, hashes)
     except KeyboardInterrupt:
-        said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
-        raise KeyboardInterrupt(said) from None
+        message = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
+        raise KeyboardInterrupt(message) from None
     return BuildReport(library, [*compiled], linked, _compilers_cpu() - cpu, time.monotonic() - started)
 
 
@@ -579,20 +581,22 @@ def _compilers_cpu() -> float:
 
 
 class _Attempt:
-    """Compiles the objects of some keys that are missing, and links them.
+    """Compiles the objects of some hashes that are missing, and links them.
 
-    Commands write into ``tmp``. A result is moved to its key's name only if the files are still those of the key. So
+    Commands write into ``tmp``. A result is moved to its hash's name only if the files are still those of the hash. So
     neither a builder that is killed nor its compilers leave a file under a wrong name.
 
     Attributes:
         compiled: Names of the objects that were compiled.
     """
 
-    def __init__(self, plan: ModulePlan, keys: Keys, verbose: bool, max_jobs: int | None, lock: int | None) -> None:
-        self._plan, self._keys, self._verbose, self._lock = plan, keys, verbose, lock
+    def __init__(
+        self, plan: ModulePlan, hashes: BuildHashes, verbose: bool, max_jobs: int | None, lock: int | None
+    ) -> None:
+        self._plan, self._hashes, self._verbose, self._lock = plan, hashes, verbose, lock
         self._jobs, self._decided_by = parallel_jobs(plan.job_memory, max_jobs)
         self._scratch = plan.folder / "tmp"
-        self._wanted = list(keys.objects.values())
+        self._wanted = list(hashes.objects.values())
         self._objects: dict[str, Path] = {}  # those of them that are there and whole
         self._edited: dict[str, None] = {}
         self._progress, self._steps = Progress(plan.name), 0
@@ -612,7 +616,7 @@ class _Attempt:
                     shutil.rmtree(made.parent)
 
     def _take_from_other_modules(self) -> None:
-        """Link what is missing and another module has: by its key, compiling would make the same."""
+        """Link what is missing and another module has: by its hash, compiling would make the same."""
         for path in self._missing():
             for made in _objects_of(self._plan.folder.parent, path, "*/"):
                 try:
@@ -637,7 +641,7 @@ class _Attempt:
         return place
 
     def make(self) -> bool:
-        """Build; return whether the library is complete. False: a file was edited meanwhile, so the keys have
+        """Build; return whether the library is complete. False: a file was edited meanwhile, so the hashes have
         changed."""
         plan = self._plan
         shutil.rmtree(self._scratch, ignore_errors=True)  # of a build that was killed
@@ -667,7 +671,7 @@ class _Attempt:
                 if not self._edited:
                     self._run(lambda: [plan.library.name], log)
             if not self._edited:
-                _install(plan, self._keys, {made.parent.name for made in self._objects.values()})
+                _install(plan, self._hashes, {made.parent.name for made in self._objects.values()})
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         for path in self._edited:
@@ -680,31 +684,31 @@ class _Attempt:
         for folder in filter(None, (self._plan.folder, self._plan.read_only)):
             older = sorted(folder.glob(f"{glob.escape(self._plan.name)}-*.so"), key=os.path.getmtime)
             if older:
-                return changes_since(older[-1], self._keys.parts)
+                return changes_since(older[-1], self._hashes.parts)
         return ""
 
     def _run(self, paths: Callable[[], list[str]], log: IO[str]) -> None:
         """Have ninja make ``paths()``. If a compiler is killed, make the missing ones again, one at a time."""
         plan = self._plan
         for jobs in dict.fromkeys((self._jobs, 1)):
-            write_atomically(plan.ninja_path, self._keys.ninja_text(self._objects))
+            write_atomically(plan.ninja_path, self._hashes.ninja_text(self._objects))
             left = [f"tmp/{path}" for path in paths()]
             status, output = (
                 _run_ninja(plan, left, jobs, self._verbose, self._lock, log, self._keep) if left else (0, "")
             )
             if status == 0:
                 return
-            name, status, said = _failure(status, output)
-            if jobs == 1 or not was_killed(status, said):
-                what = f"{name}: {first_error_line(said) or f'exit status {status}'}"
-                raise JitBuildError(plan.name, what, plan.log, hint_for(status, said))
+            name, status, message = _failure(status, output)
+            if jobs == 1 or not was_killed(status, message):
+                what = f"{name}: {first_error_line(message) or f'exit status {status}'}"
+                raise JitBuildError(plan.name, what, plan.log, hint_for(status, message))
 
     def _keep(self, path: str) -> None:
-        """Move what a step made to its place, if it is an object, and of the files that its key says."""
+        """Move what a step made to its place, if it is an object, and of the files that its hash says."""
         name, made = path.rpartition("/")[2], self._scratch / path
         if path in self._wanted and made.is_file():
             self.compiled.append(name)
-            if edited := self._keys.files.changed(self._keys.sources[name]):
+            if edited := self._hashes.files.changed(self._hashes.sources[name]):
                 self._edited |= dict.fromkeys(edited)
             else:
                 key, digest = path.partition("/")[0], digest_of(made)
@@ -725,9 +729,9 @@ def _spilling(folder: Path) -> dict[str, int]:
     except OSError:
         log = ""
     # A compiler's output follows the line of its command.
-    _, *said = re.split(_DONE, log, flags=re.MULTILINE)
-    made = [f"{where}{name}".removeprefix("tmp/") for where, name in zip(said[2::5], said[3::5], strict=True)]
-    noted.update(zip(made, map(local_memory, said[4::5]), strict=True))
+    _, *message = re.split(_DONE, log, flags=re.MULTILINE)
+    made = [f"{where}{name}".removeprefix("tmp/") for where, name in zip(message[2::5], message[3::5], strict=True)]
+    noted.update(zip(made, map(local_memory, message[4::5]), strict=True))
     return {path: size for path, size in noted.items() if size}
 
 
@@ -739,22 +743,22 @@ def _note_spills(plan: ModulePlan, more: Mapping[str, int]) -> None:
     write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
 
 
-def _tell_of_spills(plan: ModulePlan, keys: Keys) -> None:
+def _tell_of_spills(plan: ModulePlan, hashes: BuildHashes) -> None:
     recorded = _spilling(plan.folder)
-    spilling = {name: recorded[path] for name, path in keys.objects.items() if path in recorded}
+    spilling = {name: recorded[path] for name, path in hashes.objects.items() if path in recorded}
     if spilling:
         compiler = next(step.compiler for step in plan.steps if step.name in spilling)
         _logger.warning("%s", spill_warning(plan.name, compiler_identity(compiler), spilling))
 
 
-def _install(plan: ModulePlan, keys: Keys, objects: Collection[str]) -> None:
+def _install(plan: ModulePlan, hashes: BuildHashes, objects: Collection[str]) -> None:
     """Give the library that was linked its name, and remove all but it and the folders of ``objects`` in ``obj``."""
     linked = plan.folder / "tmp" / plan.library.name
     digest = hash_file(linked)
     if digest is None:
         raise JitBuildError(plan.name, f"ninja made no {linked.name}", plan.log)
-    library = plan.folder / f"{plan.name}-{keys.library}-{digest[:16]}.so"
-    write_record(library, keys.parts)
+    library = plan.folder / f"{plan.name}-{hashes.library}-{digest[:16]}.so"
+    write_record(library, hashes.parts)
     linked.replace(library)
     for suffix in (".so", ".json"):
         for path in plan.folder.glob(f"{glob.escape(plan.name)}-*{suffix}"):
@@ -827,7 +831,7 @@ def _failure(status: int, output: str) -> tuple[str, int, str]:
     )
     if block is None:
         return "ninja", status, output
-    code, name, said = block.groups()
-    if code or said:
-        return name, int(code) if code else 1, said
+    code, name, message = block.groups()
+    if code or message:
+        return name, int(code) if code else 1, message
     return name, 128 + signal.SIGKILL, WITHOUT_A_WORD  # as if it was killed, which is tried again alone

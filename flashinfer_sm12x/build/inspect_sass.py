@@ -112,8 +112,10 @@ def _run(tool: Path, arguments: Sequence[str]) -> str:
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     result = subprocess.run([str(tool), *arguments], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
-        said = (result.stderr or result.stdout).strip().splitlines()
-        raise toolchain.ToolchainError(f"{tool} cannot read {arguments[-1]}: {said[-1] if said else result.returncode}")
+        message = (result.stderr or result.stdout).strip().splitlines()
+        raise toolchain.ToolchainError(
+            f"{tool} cannot read {arguments[-1]}: {message[-1] if message else result.returncode}"
+        )
     return result.stdout
 
 

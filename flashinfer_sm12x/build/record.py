@@ -2,7 +2,7 @@
 """The record of a library's inputs, from which the log of a later build tells what changed.
 
 It lies beside the library, is named after it, and decides nothing: a library is of now if its name has the hash of the
-inputs as they are now (``content_key``). A record that is missing or damaged tells nothing.
+inputs as they are now (``build_hash``). A record that is missing or damaged tells nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_record(library: Path, parts: Mapping[str, Any]) -> None:
 
     Args:
         library: The library.
-        parts: Names and values of the arguments of :func:`~.content_key.key_of`, as :class:`~.engine.Keys` has them.
+        parts: Names and values of the arguments of :func:`~.build_hash.hash_of`, as :class:`~.engine.Keys` has them.
 
     Raises:
         OSError: it cannot be written.

@@ -40,8 +40,8 @@ from urllib.request import url2pathname
 from packaging.version import Version
 
 COMPILER_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
-"""The pieces of which a compiler is made: driver and assembler, headers it generates calls for, code generator, runtime.
-No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not tie them to each other."""
+"""The pieces of which a compiler is made: driver and assembler, headers it generates calls for, code generator,
+runtime. No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not tie them to each other."""
 
 
 OWN_RELEASE = "13.0"
@@ -69,8 +69,8 @@ def _is_checkout(folder: Path) -> bool:
 def pip_command(release: str = OWN_RELEASE) -> str:
     """The command that installs a toolkit that this package can use, all of one release, without root.
 
-    For :data:`OWN_RELEASE` it is README's, the extra ``cuda`` of the checkout. Other releases, and a fork whose checkout
-    is gone, need the pieces by their names.
+    For :data:`OWN_RELEASE` it is README's, the extra ``cuda`` of the checkout. Other releases, and a fork whose
+    checkout is gone, need the pieces by their names.
     """
     if release == OWN_RELEASE and (found := checkout()) is not None:
         folder, editable = found
@@ -229,14 +229,16 @@ def discover(
         root = _root_of(driver) if variable == "FLASHINFER_NVCC" and driver else Path(environ[variable])
         if not driver and not _is_executable(root / "bin" / "nvcc"):
             raise ToolchainError(
-                f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of {_MINIMUM_VERSION} or "
+                f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of {_MINIMUM_VERSION} "
+                "or "
                 f"later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
             )
         toolkit = _toolkit(root, variable, wheels, driver)
         if reason := _why_unusable(toolkit, needed):
             raise ToolchainError(
-                f"{variable}={environ[variable]}: {reason}. Point it at another toolkit, or unset it to use nvcc on PATH "
-                f"or the one that this installs: {_remedy([toolkit], needed)}"
+                f"{variable}={environ[variable]}: {reason}. Point it at another toolkit, or unset it to use nvcc on "
+                "PATH "
+                f"or the one that this installs: {_fix([toolkit], needed)}"
             )
         return toolkit
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
@@ -253,10 +255,11 @@ def discover(
         passed_over[reason] = toolkit
     if not passed_over:
         raise ToolchainError(
-            f"no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, {default_root} has none, "
+            f"no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, {default_root} has "
+            "none, "
             f"and no wheel brings one. Install one with: {PIP_COMMAND}"
         )
-    command = _remedy(passed_over.values(), needed)
+    command = _fix(passed_over.values(), needed)
     raise ToolchainError(f"no CUDA compiler can be used: {'; '.join(passed_over)}. Install one that can: {command}")
 
 
@@ -338,8 +341,9 @@ def _release_of(header: Path) -> Version | None:
     return Version(f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}") if match else None
 
 
-def _remedy(toolkits: Iterable[Toolkit], needed: Version) -> str:
-    """The command that installs what can be used where these cannot: the compiler for the headers that a torch brought."""
+def _fix(toolkits: Iterable[Toolkit], needed: Version) -> str:
+    """The command that installs what can be used where these cannot: the compiler for the headers that a torch
+    brought."""
     for toolkit in toolkits:
         headers = _release_of(toolkit.runtime_header)
         if _wheels_of(toolkit.compiler_root) and headers is not None and headers >= needed:
@@ -437,12 +441,13 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
 
     It holds ``lib<x>.so`` for every library of which the toolkit has only the versioned file, and, if the toolkit has
     no stub of the driver, a ``libcuda.so`` made here: it carries the driver's SONAME and exports every name that
-    ``cuda.h`` declares, and none of its code is ever run. It is a link to a file that is named by its content's hash, by
-    which damage is seen.
+    ``cuda.h`` declares, and none of its code is ever run. It is a link to a file that is named by its content's hash,
+    by which damage is seen.
 
     Args:
         toolkit: The toolkit.
-        parent: The folder in which it is made (in the cache): once, and again when a link is broken or the stub damaged.
+        parent: The folder in which it is made (in the cache): once, and again when a link is broken or the stub
+            damaged.
         cxx: The host compiler that makes the stub.
 
     Returns:

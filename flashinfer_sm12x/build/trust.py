@@ -52,7 +52,8 @@ def require_trusted(path: Path) -> None:
         if problem:
             raise UntrustedCacheError(
                 f"the FlashInfer cache is not used: {place} {problem}, so another user could choose the code that runs "
-                "here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod go-w), or set "
+                "here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod go-w), "
+                "or set "
                 f"{ALLOW_VARIABLE}=1 if you trust everybody who can write there"
             )
 
@@ -61,7 +62,8 @@ def require_trusted_tree(folder: Path) -> None:
     """:func:`require_trusted` of a folder and of all that lies in it, where nothing may be but folders and files.
 
     Raises:
-        UntrustedCacheError: as there, or a pipe, a socket or a device lies there: whoever opens a pipe waits, ninja too.
+        UntrustedCacheError: as there, or a pipe, a socket or a device lies there: whoever opens a pipe waits, ninja
+            too.
         OSError: as there.
     """
     require_trusted(folder)
@@ -73,7 +75,8 @@ def require_trusted_tree(folder: Path) -> None:
                 mode = path.stat().st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     raise UntrustedCacheError(
-                        f"the FlashInfer cache is not used: {path} is no file and no folder, and opening it could wait for "
+                        f"the FlashInfer cache is not used: {path} is no file and no folder, and opening it could "
+                        "wait for "
                         f"ever. Remove it: rm {shlex.quote(str(path))}"
                     )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m flashinfer sm12x-doctor``: finds what keeps the SM12x kernels from running on this machine, and a remedy.
+"""``python -m flashinfer sm12x-doctor``: finds what keeps the SM12x kernels from running on this machine, and a fix.
 
 Every check reads facts that ``questions`` found, each question in a process of its own with a time limit; the doctor
-itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its folder,
-with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_sm12x.doctor``.
+itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its
+folder, with the server's own Python and ``PYTHONPATH``: ``python <checkout>/flashinfer_sm12x.doctor``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..signals import ended_by_signals
-from . import checks, probing, remedies
+from . import checks, fixes, probing
 from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
@@ -41,7 +41,7 @@ class Finding:
         check: Its name, a key of :data:`CHECKS`.
         state: One of :data:`STATES`; ``unknown`` if the question ended without an answer.
         found: The state of things, and its consequence.
-        command: A shell command that mends it, or shows more; empty if there is none.
+        command: A shell command that fixes it, or shows more; empty if there is none.
         why: Further advice, in prose.
     """
 
@@ -72,7 +72,7 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
         except Unanswered as error:
             slow = "no answer within" in str(error)
             again = f"{CLI} sm12x-doctor --timeout {min(4 * timeout, LONGEST):g}" if slow else ""
-            outcome = "unknown", str(error), again, "" if slow else "mend what stopped it"
+            outcome = "unknown", str(error), again, "" if slow else "fix what stopped it"
         except Exception as error:  # a fact of a form that nobody foresaw: the other checks still count
             report = "report this, with the output"
             outcome = "unknown", f"the check itself failed: {error!r}", f"{CLI} sm12x-doctor --json", report
@@ -84,14 +84,14 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
 def pasteable(answers: Answers, finding: Finding) -> Finding:
     """The same finding, with words in place of a command that cannot be run here."""
     try:
-        command, why = remedies.pasteable(answers, finding.command, finding.why)
+        command, why = fixes.pasteable(answers, finding.command, finding.why)
     except Exception:  # a fact of a form that nobody foresaw: it is not known what can be run
         command, why = "", "; ".join(filter(None, (finding.command, finding.why)))
     return replace(finding, command=command, why=why)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A table: state, check, what was found, and below it the command that mends it, alone, and prose."""
+    """A table: state, check, what was found, and below it the command that fixes it, alone, and prose."""
     names = max(len(finding.check) for finding in findings)
     margin = " " * (9 + names + 2)
     wrapper = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)

@@ -31,7 +31,7 @@ from .asking import (
     public_version,
     versions,
 )
-from .remedies import FIRST, SERVER, as_root, driver_package, has, has_ninja, named_in, pip, prepend, where
+from .fixes import FIRST, SERVER, as_root, driver_package, has, has_ninja, named_in, pip, prepend, where
 
 VLLM_VERSION = "0.33.0"
 INSTALL_VLLM = f"install vllm=={VLLM_VERSION}"
@@ -137,13 +137,13 @@ def check_build(a: Answers) -> Outcome:
         folder = shlex.quote(elsewhere)
         command = f"mkdir -p -m 755 {folder} && export FLASHINFER_WORKSPACE_BASE={folder}"
         why = f"there it works; {SERVER}"
-    elif (remedy := named_in(a, error)) is not None:
-        command, why = remedy[0], "; ".join(filter(None, (remedy[1], why)))
+    elif (fix := named_in(a, error)) is not None:
+        command, why = fix[0], "; ".join(filter(None, (fix[1], why)))
     elif (silent := a.get("build", "silent")) is not None:
         error += f"; {silent} ends so by itself, without a word"
         command, why = "", "install that program anew, or name another: nvcc by CUDA_HOME, the host's by CC and CXX"
     else:
-        command, why = "", why or "mend what the error names"
+        command, why = "", why or "fix what the error names"
     return state, " ".join(error.split()), command, why
 
 
@@ -231,12 +231,15 @@ def check_torch(a: Answers) -> Outcome:
             return "fail", text, "unset CUDA_VISIBLE_DEVICES", SERVER
         return "fail", text, "", "the driver may be older than that CUDA"
     if there and (gpus := a.get("torch", "gpus")):
-        says, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
+        reported, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
         served = sorted(gpu for gpu in driven if gpu.startswith("12."))
         listed = re.findall(r"\b\d+\.\d+[af]?", a.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
         named = all(any(_runs_on(entry, gpu) for entry in listed) for gpu in served)
-        if not says <= driven and not (served and named):
-            text = f"torch says compute capability {_list(says)}, the driver {_list(driven)}: kernels are compiled for torch's"
+        if not reported <= driven and not (served and named):
+            text = (
+                f"torch says compute capability {_list(reported)}, the driver {_list(driven)}: kernels are "
+                "compiled for torch's"
+            )
             command = f'export FLASHINFER_CUDA_ARCH_LIST="{" ".join(f"{gpu}a" for gpu in served)}"' if served else ""
             return "warn", text, command, f"the driver knows better; a torch for its CUDA says the same; {SERVER}"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")
@@ -293,8 +296,8 @@ def check_modules(a: Answers) -> Outcome:
         if a.get("import", "failed") or a.get("path", "aside"):
             return None
         if error := a.get("modules", "error"):
-            if remedy := re.search(r"Remove it: (rm .*)", error):
-                return "fail", error, f"{remedy[1]} && {BUILD}"
+            if fix := re.search(r"Remove it: (rm .*)", error):
+                return "fail", error, f"{fix[1]} && {BUILD}"
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
         raise Unanswered(f"the question 'modules' told of none: {a('modules', 'failed')}")
     words = [
@@ -375,7 +378,7 @@ def check_vllm_plugin(a: Answers) -> Outcome:
         text = f"vLLM does not start: {error}"
         if name in variables.TABLE:
             return "fail", text, f"unset {name}", SERVER
-        return "fail", text, "", "mend the choice where it is made: --additional-config, or FLASHINFER_SM12X_VLLM"
+        return "fail", text, "", "fix the choice where it is made: --additional-config, or FLASHINFER_SM12X_VLLM"
     if a.get("vllm", "found") is False:
         return None
     if PLUGIN not in a("path", "plugins"):

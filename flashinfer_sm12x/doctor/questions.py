@@ -2,7 +2,8 @@
 """The doctor asks these questions of the machine, each in a process of its own, since each may hang or crash.
 
 Run as a file, ``python questions.py QUESTION``. Each fact is one line of JSON, written as soon as it is known, so
-that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about it.
+that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ extern "C" int sm12x_doctor_loads() { return 12; }
 library, which checks that compiler and headers are of one release."""
 
 SUSPECTS = (
-    "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
+    "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS "
+    "NVCC_APPEND_FLAGS "
     "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD FLASHINFER_EXTRA_CUDAFLAGS "
     "FLASHINFER_EXTRA_LDFLAGS FLASHINFER_CUDA_ARCH_LIST"
 ).split()
@@ -110,7 +112,7 @@ def ask_import() -> None:
 
 
 PROGRAMS = ("apt-get", "dmesg", "grep", "head", "mkdir", "nvidia-smi", "ps", "rm", "sudo")
-"""The programs that remedies run, except for pip and uv, which :func:`ask_installer` looks for."""
+"""The programs that fixes run, except for pip and uv, which :func:`ask_installer` looks for."""
 
 REPLACED = (
     "vllm",
@@ -126,7 +128,7 @@ REPLACED = (
     "flashinfer-sm12x",
     "ninja",
 )
-"""The packages that remedies install, and those of vLLM's requirements that people build themselves."""
+"""The packages that fixes install, and those of vLLM's requirements that people build themselves."""
 
 PUBLISHED_LABEL = r"cpu|cu\d+|xpu|rocm[\d.]+"
 """Local version labels of wheels that PyTorch and vLLM publish."""
@@ -173,7 +175,7 @@ def own_build(name: str) -> dict[str, str] | None:
 
 
 def ask_system() -> None:
-    """The system that the driver belongs to, and the programs that remedies run."""
+    """The system that the driver belongs to, and the programs that fixes run."""
     tell(guest=guest(), programs=[name for name in PROGRAMS if shutil.which(name) is not None])
 
 
@@ -286,8 +288,8 @@ def _targets() -> list[tuple[str, str]]:
     if not listed and (program := shutil.which("nvidia-smi")) is not None:
         query = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            told = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20).stdout
-            listed = re.findall(r"\b(12)\.(\d)()", told)
+            output = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20).stdout
+            listed = re.findall(r"\b(12)\.(\d)()", output)
     targets = [(major, minor + (suffix or "a" * (int(major) >= 9))) for major, minor, suffix in listed]
     return list(dict.fromkeys(targets)) or [("12", "0a")]
 

@@ -2,8 +2,8 @@
 """``python -m flashinfer sm12x-quantize``: QKV, O and LM head of a checkpoint, quantized once with error feedback.
 
 The package also measures the loss of each format and mode on a language model; ``benchmarks/bench_accuracy.py`` makes
-tables of it. It needs transformers, which FlashInfer does not require; only ``files``, ``manifest`` and ``folder``, which
-vLLM's plugin uses, do without.
+tables of it. It needs transformers, which FlashInfer does not require; only ``files``, ``manifest`` and ``folder``,
+which vLLM's plugin uses, do without.
 
 ==============  ==============================================================================
 ``files``       fields of files, checked before use; files written whole or not at all

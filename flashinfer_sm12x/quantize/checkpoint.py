@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint's folder, read as vLLM 0.33.0 reads it, so that what is quantized here is what vLLM serves.
 
-Weights are the ``*.safetensors`` directly in the folder; with ``consolidated*.safetensors`` beside them, Mistral's, only
-those. If the folder has the index of its kind, files that the index does not name are not read, and all that it names
-must be there. Files are read in the order of the numbers in their names; of a tensor that is in several the last one
-counts, whichever file the index gives.
+Weights are the ``*.safetensors`` directly in the folder; with ``consolidated*.safetensors`` beside them, Mistral's,
+only those. If the folder has the index of its kind, files that the index does not name are not read, and all that it
+names must be there. Files are read in the order of the numbers in their names; of a tensor that is in several the last
+one counts, whichever file the index gives.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def indexed(index: Path) -> set[str]:
 
 
 def weight_files(folder: Path, mistral: bool = True) -> list[Path]:
-    """The files of a checkpoint's weights that vLLM reads, in its order; without ``mistral``, with ``--load-format hf``.
+    """The files of a checkpoint's weights that vLLM reads, in its order; without ``mistral``, with
+    ``--load-format hf``.
 
     Raises
     ------
@@ -119,7 +120,8 @@ def weight_files(folder: Path, mistral: bool = True) -> list[Path]:
         index = folder / f"{CONSOLIDATED}{SUFFIX}.index.json"
         if not here:
             raise FolderError(
-                f"{folder} has {theirs[0].relative_to(folder)}: vLLM takes it for a checkpoint of Mistral's, whose weights "
+                f"{folder} has {theirs[0].relative_to(folder)}: vLLM takes it for a checkpoint of Mistral's, whose "
+                "weights "
                 f"would lie beside its {CONFIG}; move that file away"
             )
     if index.is_file() and here:
@@ -200,6 +202,7 @@ def take(
     if tuple(tensor.shape) != shape or not good:
         kind = "torch.uint8" if integer else "bfloat16, float16 or float32"
         raise FolderError(
-            f"{folder}: {name} is {tensor.dtype} {list(tensor.shape)}; by {CONFIG} it must be {kind} {list(shape)}; {AGAIN}"
+            f"{folder}: {name} is {tensor.dtype} {list(tensor.shape)}; by {CONFIG} it must be {kind} {list(shape)}; "
+            f"{AGAIN}"
         )
     return tensor if integer else tensor.to(torch.bfloat16)

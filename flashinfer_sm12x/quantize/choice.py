@@ -41,16 +41,16 @@ class Choice:
         """QKV, O and LM head in a cell of a table."""
         parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
         body = ", ".join(parts)
-        told = body if body == self.lm_head else f"{body} / {self.lm_head}"
-        return f"{told}, by sm12x-quantize" if self.folder else told
+        description = body if body == self.lm_head else f"{body} / {self.lm_head}"
+        return f"{description}, by sm12x-quantize" if self.folder else description
 
     @property
     def modes(self) -> str:
         """The cell that tells what is rounded beside the weights."""
-        told = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
-        told += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
-        told += [] if self.kv == BF16 else ["KV e4m3"]
-        return ", ".join(told)
+        description = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
+        description += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
+        description += [] if self.kv == BF16 else ["KV e4m3"]
+        return ", ".join(description)
 
     def __str__(self) -> str:
         return f"{self.weights}{', ' if self.modes else ''}{self.modes}"

@@ -15,7 +15,7 @@ import torch
 
 from ..host_memory import SHARE
 from . import measure, models, texts
-from .endings import is_out_of_memory, running, told
+from .endings import is_out_of_memory, message_of, running
 from .files import FolderError, read_text, require_writable
 from .formats import BF16
 from .manifest import MANIFEST, UNFINISHED
@@ -24,7 +24,8 @@ from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun
 WINDOW = 256
 """Tokens in a row."""
 TOKENS_OF_AN_INPUT, FEWEST = 4, 3
-"""Tokens that are read, and at least wanted, for each input of the widest layer: more change nothing (docs/accuracy.md)."""
+"""Tokens that are read, and at least wanted, for each input of the widest layer: more change nothing
+(docs/accuracy.md)."""
 HELD_OUT = 4096
 """Tokens that losses are measured on, at most."""
 
@@ -87,7 +88,7 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_there(request.out)) from None
     except Exception as error:
-        if (line := told(error)) is None:
+        if (line := message_of(error)) is None:
             raise
         if isinstance(error, OSError) or is_out_of_memory(error):  # from without: nothing is wrong with what was made
             line = f"{line}; {_what_is_there(request.out)}"
@@ -100,7 +101,10 @@ def _what_is_there(out: Path) -> str:
         return f"{out} is finished"
     if not (out / UNFINISHED).exists():
         return "nothing was written"
-    return f"files in {out} so far: {len(list(out.glob('*.safetensors')))}; the same command, run again, goes on from there"
+    return (
+        f"files in {out} so far: {len(list(out.glob('*.safetensors')))}; the same command, run again, goes on "
+        "from there"
+    )
 
 
 def _quantize(request: Request, say: Callable[[str], None]) -> None:
@@ -120,7 +124,8 @@ def _quantize(request: Request, say: Callable[[str], None]) -> None:
     run = Run(subject, request.out, request.formats, windows)
     tokens = sum(map(len, windows))
     say(
-        f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to {widest:,}"
+        f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to "
+        f"{widest:,}"
     )
     if tokens < FEWEST * widest:
         say(
@@ -149,5 +154,5 @@ def _quantize(request: Request, say: Callable[[str], None]) -> None:
     for name in (ROUNDED, QUANTIZED):
         say(f"  {name:22} {kl[name].value:.4f} ({kl[name].low:.4f} to {kl[name].high:.4f})")
     size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
-    say(f"{request.out}: {run.manifest.told_formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
+    say(f"{request.out}: {run.manifest.formats_summary}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
     say(how_to_serve(request, subject))

@@ -33,10 +33,13 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def told(error: BaseException) -> str | None:
+def message_of(error: BaseException) -> str | None:
     """The line that a command ends with; None for an error that a developer must see with its traceback."""
     if is_out_of_memory(error):
-        return f"out of memory ({first_line(error)}): stop what else uses it, such as vLLM, or take a machine with more of it"
+        return (
+            f"out of memory ({first_line(error)}): stop what else uses it, such as vLLM, or take a machine with "
+            "more of it"
+        )
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -50,13 +53,14 @@ def told(error: BaseException) -> str | None:
 def running(name: str, verb: str) -> Iterator[None]:
     """Turn an error from the code of a model, transformers' or an operator's, into a :class:`ModelError`.
 
-    Such an error can be of any kind, by what is wrong with the checkpoint. Memory, files and what has a line already pass.
+    Such an error can be of any kind, by what is wrong with the checkpoint. Memory, files and what has a line already
+    pass.
     """
     try:
         yield
     except Exception as error:
         theirs = isinstance(error, OSError) and error.errno is None  # transformers' and the hub's, not the system's
-        if told(error) is not None and not theirs:
+        if message_of(error) is not None and not theirs:
             raise
         raise ModelError(f"{name} cannot be {verb}: {type(error).__name__}: {first_line(error)}") from error
 
@@ -68,7 +72,7 @@ def in_a_line(program: str, body: Callable[[], int]) -> int:
         try:
             return body()
         except Exception as error:
-            if (line := told(error)) is None:
+            if (line := message_of(error)) is None:
                 raise
             print(f"{program}: {line}", file=sys.stderr)
             return 2

@@ -45,7 +45,7 @@ class Fields:
     fix : str
         What the user can do about it.
     at : str
-        The names of the objects around this one, with a dot behind each.
+        The names of the objects around this one, with a dot after each.
     """
 
     def __init__(self, values: dict[str, Any], path: Path, is_no: str, fix: str, at: str = "") -> None:

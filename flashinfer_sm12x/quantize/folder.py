@@ -12,9 +12,9 @@ Tensors are named as compressed-tensors 0.17 names them, and are what it means b
              weight_scale [n, k / 32] uint8                                      -
     mxint8   weight [n, k] int8, weight_scale [n, k / 32] uint8                  -
 
-Modules are the checkpoint's: queries, keys and values apart, of NVFP4 with one factor. The manifest, written last, holds
-the SHA-256 of each file, and of each module's weight in bfloat16: who loads a folder sees that every byte is there, and
-that the checkpoint is the one that was quantized.
+Modules are the checkpoint's: queries, keys and values apart, of NVFP4 with one factor. The manifest, written last,
+holds the SHA-256 of each file, and of each module's weight in bfloat16: who loads a folder sees that every byte is
+there, and that the checkpoint is the one that was quantized.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def from_tensors(
         tensor = tensors[tensor_name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be {dtype} "
+                f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be "
+                f"{dtype} "
                 f"{list(shape)}"
             )
         found.append(tensor)
@@ -155,8 +156,8 @@ class Folder:
         modules = {name: each for name, each in self.manifest.modules.items() if each.file == file}
         expected = {each for name, m in modules.items() for each in tensor_names(name, self.formats[m.kind])}
         for name in sorted(expected ^ found.keys()):
-            told = "has no tensor" if name in expected else "has a tensor that its manifest does not know of:"
-            raise FolderError(f"{path} {told} {name!r:.120}; copy or quantize it again")
+            problem = "has no tensor" if name in expected else "has a tensor that its manifest does not know of:"
+            raise FolderError(f"{path} {problem} {name!r:.120}; copy or quantize it again")
         return found
 
     def require_source(self, name: str, weight: torch.Tensor) -> None:
@@ -166,7 +167,8 @@ class Folder:
             raise FolderError(f"{self.path} has no {name}: it was made of another model")
         if tuple(weight.shape) != (module.n, module.k) or weight_hash(weight) != module.source:
             raise FolderError(
-                f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), or "
+                f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), "
+                "or "
                 "take the one it was made of"
             )
 
@@ -183,8 +185,8 @@ class Folder:
         Raises
         ------
         FolderError
-            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight; NVFP4
-            weights with several global scales.
+            The errors of :meth:`tensors`; a module that is not in the folder; tensors that do not form its weight;
+            NVFP4 weights with several global scales.
         """
         found = []
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -201,8 +203,9 @@ class Folder:
                 raise FolderError(f"{self.path / module.file}: {error}; copy or quantize it again") from error
         scales = [None if weight.global_scale is None else float(weight.global_scale) for weight in found]
         if len(set(scales)) > 1:
-            told = ", ".join(f"{name} {scale}" for name, scale in zip(names, scales, strict=True))
+            problem = ", ".join(f"{name} {scale}" for name, scale in zip(names, scales, strict=True))
             raise FolderError(
-                f"{self.path}: the parts of one matrix have several global scales ({told}); copy or quantize it again"
+                f"{self.path}: the parts of one matrix have several global scales ({problem}); copy or quantize it "
+                "again"
             )
         return found

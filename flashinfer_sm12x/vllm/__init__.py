@@ -8,7 +8,7 @@ if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 ================ =====================================================================================
 ``fallback``     what a failure leaves to vLLM, and the refusals that end a start
 ``settings``     the user's choices, their sources, and the errors
-``contacts``     vLLM's names that the plugin uses, and the part that is switched off if one has moved
+``api_checks``   vLLM's names that the plugin uses, and the part that is switched off if one has moved
 ``replacements`` the table of what the plugin replaces in vLLM, and its installation
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
@@ -68,9 +68,9 @@ def register() -> None:
         if not devices.served():
             outcome = "no GPU here is served"
             return
-        from . import contacts
+        from . import api_checks
 
-        if reason := contacts.why_not("config"):
+        if reason := api_checks.why_not("config"):
             outcome = f"vLLM's code moved: {reason}"
             return
         from . import config
@@ -79,8 +79,8 @@ def register() -> None:
         left = []
         for part in ("experts", "nvfp4", "dense", "head", "attention"):
             left.append(part)
-            with fallback.leaving(contacts.MODULES[part][1]):
-                module = contacts.module(part)
+            with fallback.leaving(api_checks.MODULES[part][1]):
+                module = api_checks.module(part)
                 if module is not None:
                     if part != "dense":  # which the quantization config makes
                         module.install()

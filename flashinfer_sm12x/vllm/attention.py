@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from . import compiler, contacts, devices, fallback, replacements, settings
+from . import api_checks, compiler, devices, fallback, replacements, settings
 
 
 def _vllm_flashinfer() -> Any:
@@ -26,7 +26,7 @@ def _vllm_flashinfer() -> Any:
 
 
 def why_not_compiled() -> str:
-    """The reason why XQA cannot be compiled here, and a remedy; empty if it can. vLLM and FlashInfer each look for a
+    """The reason why XQA cannot be compiled here, and a fix; empty if it can. vLLM and FlashInfer each look for a
     compiler in places of their own."""
     if reason := compiler.why_none():
         return reason
@@ -37,7 +37,7 @@ def why_not_compiled() -> str:
 
 def advice() -> str:
     """Advice to a user who wants FlashInfer's attention chosen."""
-    if contacts.why_not("attention"):
+    if api_checks.why_not("attention"):
         return ""
     reason = why_not_compiled()
     if not reason:
@@ -50,7 +50,7 @@ def why(backend: str) -> str:
     if "FLASHINFER" in backend:
         prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
         return f"XQA decode, {prefill} prefill with sinks; compiled here, no cubin needed"
-    return "vLLM's choice" if contacts.why_not("attention") or not why_not_compiled() else "no compiler for XQA"
+    return "vLLM's choice" if api_checks.why_not("attention") or not why_not_compiled() else "no compiler for XQA"
 
 
 def answered_here(asked: Callable[[], bool]) -> Callable[[], bool]:
@@ -60,7 +60,7 @@ def answered_here(asked: Callable[[], bool]) -> Callable[[], bool]:
     def has_nvidia_artifactory() -> bool:
         from vllm.config import get_current_vllm_config_or_none
 
-        with fallback.leaving(contacts.MODULES["attention"][1]):
+        with fallback.leaving(api_checks.MODULES["attention"][1]):
             config = get_current_vllm_config_or_none()
             chosen = settings.resolve(None if config is None else config.additional_config)
             if chosen.attention == "flashinfer" and not why_not_compiled():

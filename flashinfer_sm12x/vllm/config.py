@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.models.config import GptOssForCausalLMConfig
 from vllm.model_executor.models.registry import ModelRegistry
 
-from . import contacts, fallback, memory, replacements, settings, table
+from . import api_checks, fallback, memory, replacements, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -34,9 +34,9 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
     """gpt-oss's quantization config, with experts and dense layers by the choices of :mod:`.settings`."""
 
     def _make_moe_method(self, moe_config: Any) -> Any:
-        moe, method = contacts.module("experts"), None
+        moe, method = api_checks.module("experts"), None
         if moe is not None:
-            with fallback.leaving(contacts.MODULES["experts"][1]):
+            with fallback.leaving(api_checks.MODULES["experts"][1]):
                 method = moe.make_method(moe_config, settings.current())
         return super()._make_moe_method(moe_config) if method is None else method
 
@@ -44,13 +44,13 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
         kind = next((kind for suffix, kind in DENSE_KINDS.items() if prefix.endswith(suffix)), None)
         method = None
         if kind is not None and isinstance(layer, LinearBase):
-            with fallback.leaving(contacts.MODULES["dense"][1]):
+            with fallback.leaving(api_checks.MODULES["dense"][1]):
                 method = self._dense_method(kind, layer, prefix)
         return super().get_quant_method(layer, prefix) if method is None else method
 
     def _dense_method(self, kind: str, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer of ``kind``; None if it is vLLM's."""
-        dense = contacts.module("dense")
+        dense = api_checks.module("dense")
         if dense is None:
             return None
         chosen = settings.current()
@@ -80,7 +80,7 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
         memory.bound_share(vllm_config)
-        if dense := contacts.module("dense"):
+        if dense := api_checks.module("dense"):
             with fallback.leaving("the check of the folder of quantized layers is"):
                 dense.dense_folder.require(chosen, vllm_config)
             with fallback.leaving("the check of the compiler is"):
@@ -105,7 +105,7 @@ def install() -> None:
     """Register the classes above, unless another plugin has replaced vLLM's entry."""
     with replacements.installing("config") as (quantization, hook):
         quantization.replace(SM12xGptOssConfig, through=register_quantization_config(settings.CHECKPOINTS))
-        with fallback.leaving(contacts.MODULES["decode"][1]), replacements.installing("decode") as (model,):
+        with fallback.leaving(api_checks.MODULES["decode"][1]), replacements.installing("decode") as (model,):
             model.replace(MODEL, through=functools.partial(ModelRegistry.register_model, ARCHITECTURE))
         if hook.original() is GptOssForCausalLMConfig:
             hook.replace(SM12xGptOssHook)

@@ -2,9 +2,9 @@
 """QKV, O and the LM head in a block-scaled format, quantized while they are loaded or before, on this fork's kernels.
 
 A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows, and freed before the next one:
-besides the model, memory holds at most one layer's bf16 copy. A layer from a folder of ``sm12x-quantize`` replaces the
-checkpoint's weight after a hash has shown that this is the weight that was quantized. With ``--linear-backend`` vLLM's
-kernel of that name computes instead, if vLLM has the format.
+in addition to the model, memory holds at most one layer's bf16 copy. A layer from a folder of ``sm12x-quantize``
+replaces the checkpoint's weight after a hash has shown that this is the weight that was quantized. With
+``--linear-backend`` vLLM's kernel of that name computes instead, if vLLM has the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from ..versions import KERNELS_PACKAGE
-from . import compiler, contacts, dense_folder, fallback, settings, table
+from . import api_checks, compiler, dense_folder, fallback, settings, table
 from .layer_object import LayerObject
 from .settings import Choice
 
@@ -107,7 +107,8 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
         return ForkKernel(choice)
     if choice.weights not in VLLMS:
         raise fallback.Refusal(
-            f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that multiplies "
+            f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that "
+            "multiplies "
             f"{choice.weights} weights as this plugin makes them; it may be auto, or the layer in {' or '.join(VLLMS)}"
         )
     try:
@@ -121,8 +122,8 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 
 @functools.cache
 def build(device_type: str, weights: str) -> str:
-    """Build the module of a format, or find it built; why that failed, or an empty text. Once a process, before weights are
-    loaded."""
+    """Build the module of a format, or find it built; why that failed, or an empty text. Once a process, before weights
+    are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     try:
@@ -155,7 +156,7 @@ def method_of(kind: str, choice: Choice, folder: str, prefix: str) -> DenseMetho
             if not folder:
                 raise
             raise fallback.Refusal(f"{folder} cannot be used for {prefix}: {type(error).__name__}: {error}") from error
-    fallback.log_once(contacts.MODULES["dense"][1], reason)
+    fallback.log_once(api_checks.MODULES["dense"][1], reason)
     table.note(kind, "vLLM's (cuBLAS)", "bf16", reason)
     return None
 
@@ -186,7 +187,8 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     if ours and (reason := compiler.why_none()):
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
         raise fallback.Refusal(
-            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {reason}. "
+            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: "
+            f"{reason}. "
             f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
         )
 
@@ -227,7 +229,7 @@ class DenseMethod(LinearMethodBase):
     ) -> None:
         """A weight without storage: vLLM's layerwise loading gives it some when its checkpoint tensors are there."""
         self.kernel: Any = None
-        with fallback.leaving(contacts.MODULES["dense"][1]):
+        with fallback.leaving(api_checks.MODULES["dense"][1]):
             self._create_weight(layer, input_size_per_partition, output_partition_sizes, params_dtype, attributes)
         if self.kernel is None:
             get_layerwise_info(layer).reset()
@@ -295,11 +297,12 @@ class DenseMethod(LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         quantized = None
-        # Loaded anew: CUDA graphs hold the first load's tensors. From a folder: nothing takes the place of what a user named.
+        # Loaded anew: CUDA graphs hold the first load's tensors. From a folder: nothing takes the place of what a user
+        # named.
         if self._processed or self.quantized is not None:
             quantized = self._quantize(layer)
         else:
-            with fallback.leaving(contacts.MODULES["dense"][1]):
+            with fallback.leaving(api_checks.MODULES["dense"][1]):
                 quantized = self._quantize(layer)
         if quantized is None:
             self._leave(layer).process_weights_after_loading(layer)

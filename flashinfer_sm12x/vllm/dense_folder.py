@@ -27,8 +27,8 @@ SHARDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}  # what vLLM calls the ro
 
 
 def require(chosen: settings.Settings, vllm_config: Any) -> None:
-    """Refuse a folder that lacks layers of the model, or a file, before any process is started; bytes are looked at when
-    they are loaded.
+    """Refuse a folder that lacks layers of the model, or a file, before any process is started; bytes are looked at
+    when they are loaded.
 
     Raises
     ------
@@ -40,7 +40,8 @@ def require(chosen: settings.Settings, vllm_config: Any) -> None:
     folder = settings.located(chosen.dense)
     if vllm_config.load_config.load_format == "dummy":
         raise FolderError(
-            f"--load-format dummy loads no checkpoint, of which {folder} could be: leave 'dense' out, and choose formats"
+            f"--load-format dummy loads no checkpoint, of which {folder} could be: leave 'dense' out, and choose "
+            "formats"
         )
     found = manifest.finished(folder)
     for file in found.files:
@@ -78,8 +79,10 @@ def _check_parts(folder: Path, kind: str, found: manifest.Manifest, names: list[
         )
     modules = [found.modules[name] for name in names]
     if len({each.k for each in modules}) > 1:
-        told = ", ".join(f"{name} {each.k}" for name, each in zip(names, modules, strict=True))
-        raise FolderError(f"{folder}: the parts of one layer have different widths ({told}): copy or quantize it again")
+        widths = ", ".join(f"{name} {each.k}" for name, each in zip(names, modules, strict=True))
+        raise FolderError(
+            f"{folder}: the parts of one layer have different widths ({widths}): copy or quantize it again"
+        )
 
 
 class Layer:
@@ -163,7 +166,8 @@ class Layer:
             self.folder.require_source(name, weight)
         if loaded:  # rows of the layer that would be 0
             raise FolderError(
-                f"{self.name} has {', '.join(self.parts)}, and the checkpoint has {', '.join(loaded)} of that layer, too: "
+                f"{self.name} has {', '.join(self.parts)}, and the checkpoint has {', '.join(loaded)} of that layer, "
+                "too: "
                 "it was made of another model"
             )
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of this package, or of what it asks the machine, leave a part to vLLM: one line in the log, and the start goes
-on. Only refusals of a user's settings end a start.
+"""Failures of this package, or of what it asks the machine, leave a part to vLLM: one line in the log, and the start
+goes on. Only refusals of a user's settings end a start.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from . import contacts, dense, fallback, reach, replacements, settings, table
+from . import api_checks, dense, fallback, reach, replacements, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -26,7 +26,7 @@ class SM12xParallelLMHead(ParallelLMHead):
         self, num_embeddings: int, embedding_dim: int, *args: Any, prefix: str = "", quant_method: Any = None, **kw: Any
     ) -> None:
         if quant_method is None and prefix == "lm_head":
-            with fallback.leaving(contacts.MODULES["head"][1]):
+            with fallback.leaving(api_checks.MODULES["head"][1]):
                 quant_method = _chosen_method(prefix)
         super().__init__(num_embeddings, embedding_dim, *args, prefix=prefix, quant_method=quant_method, **kw)
 
@@ -58,7 +58,8 @@ def _model_that_is_built() -> Any:
     tags = sys.modules.get("vllm.compilation.backends")  # what loads a draft has imported it
     if tags is not None and not hasattr(tags, "model_tag"):
         logger.warning_once(
-            "flashinfer-sm12x: the LM head is left to vLLM: vllm.compilation.backends.model_tag is gone, which told a draft's"
+            "flashinfer-sm12x: the LM head is left to vLLM: vllm.compilation.backends.model_tag is gone, which told "
+            "a draft's"
         )
         return None
     if tags is not None and tags.model_tag != "backbone":

@@ -42,7 +42,10 @@ def bound_share(vllm_config: Any) -> None:
     vLLM does not say whether the user gave a number. A number equal to the default is taken for the default, and the
     log says so.
     """
-    part = f"the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization {host_memory.SHARE}: "
+    part = (
+        "the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization "
+        f"{host_memory.SHARE}: "
+    )
     with fallback.leaving(f"{part}{PAGE}) is"):
         _bound_share(vllm_config.cache_config)
 
@@ -56,7 +59,8 @@ def _bound_share(cache: Any) -> None:
     if given == default:
         cache.gpu_memory_utilization = share
         logger.warning(
-            "flashinfer-sm12x: --gpu-memory-utilization is %s in place of vLLM's default of %s: the GPU's memory is the "
+            "flashinfer-sm12x: --gpu-memory-utilization is %s in place of vLLM's default of %s: the GPU's memory is "
+            "the "
             "host's, which stops where none is left (%s). To take more, name another number than %s",
             share,
             default,
@@ -65,7 +69,8 @@ def _bound_share(cache: Any) -> None:
         )
     else:
         logger.warning(
-            "flashinfer-sm12x: --gpu-memory-utilization %s is more than %s of a memory that is the host's, too; starts take "
+            "flashinfer-sm12x: --gpu-memory-utilization %s is more than %s of a memory that is the host's, too; "
+            "starts take "
             "20 to 30 GiB beyond it, and hosts without memory stop (%s)",
             given,
             share,
@@ -93,9 +98,12 @@ def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         if host is not None and host.available < host_memory.HEADROOM:
             gib = host_memory.GIB
             raise RuntimeError(
-                f"flashinfer-sm12x: the load was stopped before {name}: {host.available / gib:.1f} of {host.total / gib:.0f} "
-                f"GiB of the host's memory are free, and below {host_memory.HEADROOM // gib} a host that shares it with its "
-                f"GPU may stop answering ({PAGE}). Stop what else holds memory ('ps -eo rss,pid,args --sort=-rss | head', "
+                f"flashinfer-sm12x: the load was stopped before {name}: {host.available / gib:.1f} of "
+                f"{host.total / gib:.0f} "
+                f"GiB of the host's memory are free, and below {host_memory.HEADROOM // gib} a host that shares it "
+                "with its "
+                f"GPU may stop answering ({PAGE}). Stop what else holds memory ('ps -eo rss,pid,args --sort=-rss | "
+                "head', "
                 "'docker ps'), or load a smaller model"
             )
         yield name, tensor

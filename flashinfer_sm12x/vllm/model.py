@@ -2,9 +2,9 @@
 """gpt-oss's model class: vLLM's own, and an executor over its layers for decode steps.
 
 The executor (:class:`DecodeSteps`) computes a step of decodes alone, of one token or of a window that verifies a draft,
-with this fork's operators: per layer QKV with its norm, attention with rope and the cache's write in it, O, the router with
-its norm, the experts. It runs where vLLM captures such a step into a full CUDA graph, or runs models eagerly; all else,
-torch.compile with it, is vLLM's forward.
+with this fork's operators: per layer QKV with its norm, attention with rope and the cache's write in it, O, the router
+with its norm, the experts. It runs where vLLM captures such a step into a full CUDA graph, or runs models eagerly; all
+else, torch.compile with it, is vLLM's forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
-from . import contacts, fallback, memory, reach, settings, table
+from . import api_checks, fallback, memory, reach, settings, table
 from .dense import ForkKernel
 from .layer_object import LayerObject
 from .moe import SM12xAutoExperts, SM12xMoEMethod, reason_against_a_step
@@ -38,7 +38,7 @@ logger = init_logger("vllm.flashinfer_sm12x")
 HEAD = 64
 GROUP = 8  # query heads of a KV head
 MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
-PART = contacts.MODULES["decode"][1]
+PART = api_checks.MODULES["decode"][1]
 BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
 
@@ -168,7 +168,8 @@ def _runs_eagerly(config: VllmConfig) -> bool:
 
 
 def prepare(model: Any) -> str:
-    """Build the executor's modules or find them built, as :func:`.moe.build` does; why that failed, or an empty text."""
+    """Build the executor's modules or find them built, as :func:`.moe.build` does; why that failed, or an empty
+    text."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return ""  # tests: CPU tensors need no module
@@ -219,8 +220,8 @@ class DecodeSteps:
     def may_fail(self) -> bool:
         """Whether vLLM's layers can compute a step once more in which the executor failed.
 
-        Not within a capture, of which a part is recorded by then; nor with several ranks, which would reduce this rank's
-        next step with the rest of the failed one.
+        Not within a capture, of which a part is recorded by then; nor with several ranks, which would reduce this
+        rank's next step with the rest of the failed one.
         """
         return self.alone and (self.eager or not torch.cuda.is_current_stream_capturing())
 
@@ -245,7 +246,7 @@ class DecodeSteps:
         workspace: torch.Tensor,
         barrier: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them: with those in
+        """Hidden states ``[rows, hidden]`` after the last norm, as ``GptOssModel.forward`` returns them: with those in
         front of the layers that a draft reads (EAGLE3), if it reads any."""
         hidden = self.model.embed_input_ids(input_ids)
         residual = None
@@ -298,7 +299,8 @@ def experts_of(layer: Any) -> SM12xAutoExperts | None:
 
 @contextlib.contextmanager
 def reading_ahead(kernel: ForkKernel | None, layer: Any) -> Iterator[None]:
-    """Calls of ``kernel`` in here bring the weight of ``layer`` into L2 when they have none of their own left to ask for."""
+    """Calls of ``kernel`` in here bring the weight of ``layer`` into L2 when they have none of their own left to ask
+    for."""
     if kernel is not None:
         kernel.next_weights = weight_of(layer)
     try:

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import contacts, fallback, replacements, table
+from . import api_checks, fallback, replacements, table
 
 
 def _chosen() -> Any:
-    with fallback.leaving(contacts.MODULES["decode"][1]):
-        model = contacts.module("decode")
+    with fallback.leaving(api_checks.MODULES["decode"][1]):
+        model = api_checks.module("decode")
         if model is not None:
             return model.SM12xGptOssForCausalLM
-        table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
+        table.note("decode", "vLLM's layers", "", api_checks.why_not("decode"))
     (entry,) = replacements.of("decode")
     return entry.original().load_model_cls()
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``, W4A16 or W4A8 by a step's number of tokens: gpt-oss's, the
-weights unpadded; other models' by vLLM's own method (:func:`install`).
+"""MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``, W4A16 or W4A8 by a step's number of tokens: gpt-oss's,
+the weights unpadded; other models' by vLLM's own method (:func:`install`).
 
-vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize its
-input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads 2880 to
-2944, 4.5 % more bytes of weights for every token and a copy of every activation; the kernels take multiples of 32.
+vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize
+its input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads
+2880 to 2944, 4.5 % more bytes of weights for every token and a copy of every activation; the kernels take multiples
+of 32.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import contacts, devices, fallback, replacements, settings, table
+from . import api_checks, devices, fallback, replacements, settings, table
 from .layer_object import LayerObject
 from .settings import Settings
 
@@ -338,8 +339,8 @@ def most_exact_tokens(moe: Any) -> float:
 
 @functools.cache
 def build(device_type: str, hidden: int, inter: int, weights: str = "mxfp4") -> str:
-    """Build ``fused_moe_120``, or ``fused_moe_120_nvfp4``, and what else layers of these sizes take, or find it built; why
-    that failed, or an empty text. Once a process, before weights are loaded."""
+    """Build ``fused_moe_120``, or ``fused_moe_120_nvfp4``, and what else layers of these sizes take, or find it built;
+    why that failed, or an empty text. Once a process, before weights are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     name = "fused_moe_120" if weights == "mxfp4" else f"fused_moe_120_{weights}"
@@ -364,14 +365,16 @@ def _fork_is_there() -> str:
 
 
 def adapters_change_experts() -> bool:
-    """Whether a LoRA adapter of this server may change experts: ``--lora-target-modules`` names all that one may change."""
+    """Whether a LoRA adapter of this server may change experts: ``--lora-target-modules`` names all that one may
+    change."""
     config = get_current_vllm_config_or_none()
     targets = None if config is None or config.lora_config is None else config.lora_config.target_modules
     return targets is None or any(name.rpartition(".")[2] not in ATTENTION for name in targets)
 
 
 def with_adapters_that_matter(moe: Any) -> Any:
-    """A layer's configuration, without LoRA where no adapter may change experts: vLLM's says only that there is LoRA."""
+    """A layer's configuration, without LoRA where no adapter may change experts: vLLM's says only that there is
+    LoRA."""
     if moe.is_lora_enabled and not adapters_change_experts():
         return dataclasses.replace(moe, is_lora_enabled=False)
     return moe
@@ -551,7 +554,7 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def selected(moe: Any, activation_key: Any = None) -> Any:
-        with fallback.leaving(contacts.MODULES["experts"][1]):
+        with fallback.leaving(api_checks.MODULES["experts"][1]):
             note_built()
             reason = f"the checkpoint asks for activations of {activation_key}"
             if activation_key is None:
@@ -582,7 +585,7 @@ def prepared_for_quark(prepare_gpt_oss: Callable[..., Any]) -> Callable[..., Any
 
 
 def install() -> None:
-    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
+    """Put :func:`ours_first` before vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
 
     They have no registry: each method's module looks its functions up at each call.
     """

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
-from . import contacts, fallback, moe, replacements, settings
+from . import api_checks, fallback, moe, replacements, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -88,11 +88,11 @@ def reason_against(config: Any, activation_key: Any) -> str:
 
 
 def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this fork
-    serves the layer."""
+    """vLLM's selection of NVFP4 experts; it gives :class:`SM12xNvfp4Experts` with ``--moe-backend auto`` where this
+    fork serves the layer."""
 
     def selected(config: Any, weight_key: Any, activation_key: Any) -> Any:
-        with fallback.leaving(contacts.MODULES["nvfp4"][1]):
+        with fallback.leaving(api_checks.MODULES["nvfp4"][1]):
             reason = reason_against(moe.with_adapters_that_matter(config), activation_key)
             if reason == moe.CHOSEN:
                 moe.note_built()  # the choice applies here
@@ -108,8 +108,8 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put :func:`ours_first` in front of the selection in modelopt's and compressed-tensors' modules, which look it up at each
-    call."""
+    """Put :func:`ours_first` before the selection in modelopt's and compressed-tensors' modules, which look it up
+    at each call."""
     with replacements.installing("nvfp4") as selections:
         for selection in selections:
             selection.replace(ours_first(selection.original()))

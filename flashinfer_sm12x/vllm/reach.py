@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from . import contacts, settings, table
+from . import api_checks, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -65,7 +65,7 @@ def tell_of_another_model(architecture: str) -> None:
             architecture,
             scope="global",
         )
-    experts = contacts.module("experts")
+    experts = api_checks.module("experts")
     if (given := chosen(("moe",))) and experts is not None and not experts.were_built():
         logger.warning_once(
             "flashinfer-sm12x: %s does not apply to %s: it has no MXFP4 experts",
@@ -80,7 +80,7 @@ def _pairs(given: dict[str, str]) -> str:
 
 
 def _is_ours(method: Any) -> bool:
-    ours, experts = contacts.module("experts"), getattr(method, "experts_cls", None)
+    ours, experts = api_checks.module("experts"), getattr(method, "experts_cls", None)
     return ours is not None and experts is not None and issubclass(experts, ours.SM12xExperts)
 
 

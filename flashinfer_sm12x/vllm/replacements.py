@@ -4,8 +4,8 @@
 :data:`TABLE` lists it; nothing else of the plugin writes there. A part's ``install()`` replaces its entries within
 :func:`installing`, which makes all of them or none. ``docs/development.md`` shows the table.
 
-Like :mod:`.contacts` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one server
-(its config, its layers) is not listed here: those end with the server.
+Like :mod:`.api_checks` it imports nothing of vLLM's until a part is installed. What the plugin sets on objects of one
+server (its config, its layers) is not listed here: those end with the server.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from . import contacts
-from .contacts import LAYERS, MODELS
+from . import api_checks
+from .api_checks import LAYERS, MODELS
 
 _MISSING: Any = object()
 
@@ -26,7 +26,7 @@ class Replacement(NamedTuple):
     """One entry of :data:`TABLE`.
 
     Attributes:
-        part: The part of :data:`.contacts.TABLE` that it belongs to.
+        part: The part of :data:`.api_checks.TABLE` that it belongs to.
         module: The module of vLLM's.
         path: The name in it, qualified by its holders; ``path[key]`` is an entry of a registry.
         by: This package's class or function that takes its place: ``module.name``.
@@ -176,13 +176,13 @@ def of(part: str) -> tuple[Replacement, ...]:
 
 @contextlib.contextmanager
 def installing(part: str) -> Iterator[tuple[Replacement, ...]]:
-    """The entries of a part. If the statements in this context fail, every replacement that they made is taken back, and
-    the part is vLLM's from then on."""
+    """The entries of a part. If the statements in this context fail, every replacement that they made is taken back,
+    and the part is vLLM's from then on."""
     made = len(_before)
     try:
         yield of(part)
     except BaseException as error:
         for each in reversed([*_before][made:]):
             each.take_back()
-        contacts.leave(part, f"{type(error).__name__}: {error}")
+        api_checks.leave(part, f"{type(error).__name__}: {error}")
         raise

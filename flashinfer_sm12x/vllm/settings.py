@@ -34,7 +34,8 @@ def located(name: str, *patterns: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A layer kind's weight format, ``bf16`` or ``vllm``, and its activations: ``a8``, ``a16``, of experts also ``auto``."""
+    """A layer kind's weight format, ``bf16`` or ``vllm``, and its activations: ``a8``, ``a16``, of experts also
+    ``auto``."""
 
     weights: str
     activations: str
@@ -82,7 +83,8 @@ def _require_our_key(additional_config: Mapping[Any, Any]) -> None:
         name = "".join(filter(str.isalnum, str(key).lower()))
         if key in variables.KEYS and not isinstance(value, Mapping):
             raise variables.VariableError(
-                f"--additional-config: {key!r} stands at the top; it is a key of {KEY!r}: {{{KEY!r}: {{{key!r}: {value!r}}}}}"
+                f"--additional-config: {key!r} stands at the top; it is a key of {KEY!r}: {{{KEY!r}: {{{key!r}: "
+                f"{value!r}}}}}"
             )
         if key != KEY and (KEY in name or variables.one_edit_apart(KEY, name)):
             raise variables.VariableError(f"--additional-config: {key!r} is no key that a plugin reads; {KEY!r} is")
@@ -134,8 +136,10 @@ def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str
         chosen = together.get(kind, "bf16") if kind in named else weights
         if chosen.partition("-")[0] != weights:
             raise variables.VariableError(
-                f"{kind} is {chosen!r}, and {together[variables.FOLDER]!r}, the folder under {variables.FOLDER!r}, has it in "
-                f"{weights}: leave {kind} out, or choose a folder that was quantized with --{kind.replace('_', '-')} bf16"
+                f"{kind} is {chosen!r}, and {together[variables.FOLDER]!r}, the folder under {variables.FOLDER!r}, "
+                "has it in "
+                f"{weights}: leave {kind} out, or choose a folder that was quantized with --{kind.replace('_', '-')} "
+                "bf16"
             )
         found[kind] = chosen
     return found

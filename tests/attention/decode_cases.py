@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of ``decode_attention`` that are the same on the CPU, on a GPU and on the virtual SM121.
 
-Whoever imports them has two fixtures: ``attend`` calls it and checks the cache and the output, ``place`` is where its tensors
-lie.
+Whoever imports them has two fixtures: ``attend`` calls it and checks the cache and the output, ``place`` is where its
+tensors lie.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""Decode attention, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import *  # noqa: F403
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
@@ -26,9 +26,9 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 DISTINCT = 8  # counts what is touched: a bit for every sector
 SMS = 48
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 # Writes reach other blocks late, unless something orders them.
-weak_device = virtual_fixture(watch=ALL_WATCHERS, weak_memory=7)
+weak_device = virtual_fixture(watch=ALL_CHECKERS, weak_memory=7)
 
 
 def run(device: VirtualDevice, case: DecodeCase, **named: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_windows(device: VirtualDevice, window_left: int, q_len: int) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_elements_beyond_32_bits(fp8: bool) -> None:
     case = make_decode_case([70, 61, 45], 2, 33, q_len=2, window_left=40, page_size=1024, fp8=fp8)
-    with virtual_device("sm_121a", watch=ALL_WATCHERS & ~DISTINCT) as device:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS & ~DISTINCT) as device:
         check_decoded(far_away(case, decode_attention), case)
         assert all(launch.clean for launch in device.launches), device.launches
 
@@ -135,7 +135,7 @@ def test_one_position_that_all_heads_want(device: VirtualDevice, position: int) 
 
 
 def test_a_used_workspace_and_another_size(device: VirtualDevice) -> None:
-    """Counters are zero again behind each call, whatever the splits were."""
+    """Counters are zero again after each call, whatever the splits were."""
     workspace = torch.zeros(4 << 20, dtype=torch.uint8)
     for lengths in ([600, 512], [1500], [40] * 5, [600, 512]):
         run(device, make_decode_case(lengths, 1, len(lengths)), workspace_buffer=workspace)
@@ -164,7 +164,8 @@ def test_nothing_is_written_without_new_keys(device: VirtualDevice) -> None:
 
 
 def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> None:
-    """A layer's attention behind another's, whose results are its queries, and which wrote its cache: in flight together."""
+    """A layer's attention after another's, whose results are its queries, and which wrote its cache: in flight
+    together."""
     module = device.module(gen_decode_module)
     first = make_decode_case([340, 35], 1, 21)
     second = make_decode_case([341, 36], 1, 22)

@@ -123,7 +123,7 @@ def on_the_grid(rows: torch.Tensor, name: str) -> bool:
         ("o=mxfp4-a4,moe=mxfp4-a8", ("o_proj", "gate_proj", "up_proj", "down_proj")),
     ],
 )
-def test_tokens_are_rounded_where_a_choice_says_so_and_nowhere_else(text: str, rounded: tuple[str, ...]) -> None:
+def test_tokens_are_rounded_where_a_choice_asks_for_it_and_nowhere_else(text: str, rounded: tuple[str, ...]) -> None:
     subject, choice, seen = llama(), parse(text), {}
     for name, module in subject.model.named_modules():
         if isinstance(module, torch.nn.Linear):  # behind the hooks that round
@@ -224,7 +224,7 @@ def test_choices_are_in_the_words_of_the_plugin(text: str, choice: Choice) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mxfp5", "qkv is 'mxfp5'; it may be bf16, mxint8, mxfp8, mxfp6, nvfp4, mxfp4, mxfp4-amax"),
         ("q8_0", "qkv is 'q8_0'; it may be"),
@@ -238,13 +238,13 @@ def test_choices_are_in_the_words_of_the_plugin(text: str, choice: Choice) -> No
         ("nvfp4-a4", "no kernel has tokens of mxfp4 beside weights of nvfp4"),
     ],
 )
-def test_an_unknown_choice_ends_with_a_line(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_choice_ends_with_a_line(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_accuracy.main(["--choices", f"mxfp8;{text}"])
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_gguf_llama_cpp_is_told_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gguf_llama_cpp_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LLAMA_CPP in choices.default()
     monkeypatch.setattr(choices, "has_gguf", lambda: False)
     assert LLAMA_CPP not in choices.default()
@@ -363,13 +363,18 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert results.number(value) == text
 
 
-def test_the_picture_says_whose_loss_it_is(tmp_path: Path) -> None:
+def test_the_picture_reports_whose_loss_it_is(tmp_path: Path) -> None:
     llama_cpp = dataclasses.replace(a_result("bf16", 0.001, 58.7), choice=LLAMA_CPP)
     every = [a_result("bf16", 0.0), a_result("mxfp8", 0.04), a_result("mxfp4", 0.7), llama_cpp]
     figure = results.draw(every, "toy", tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    for said in ("KL of the next token, toy (not gpt-oss)", "llama.cpp, q8_0, published", "frontier", "bf16: no loss"):
-        assert said in text
+    for message in (
+        "KL of the next token, toy (not gpt-oss)",
+        "llama.cpp, q8_0, published",
+        "frontier",
+        "bf16: no loss",
+    ):
+        assert message in text
     (line,) = (line for line in figure.axes[0].lines if line.get_label() == "frontier")
     assert list(line.get_ydata()) == [0.04, 0.7]
 
@@ -422,7 +427,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--model", "{tmp}"], "is no folder of a checkpoint (it has no config.json) and no .gguf file"),
         (["--model", "{tmp}/none.gguf"], "is no folder of a checkpoint"),
@@ -431,12 +436,12 @@ def test_a_model_without_such_layers_is_refused() -> None:
     ],
 )
 def test_what_cannot_be_opened_ends_with_a_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench_accuracy.main([word.format(tmp=tmp_path) for word in words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bench: ")
-    assert said in line
+    assert message in line
 
 
 def test_a_broken_checkpoint_ends_with_a_line(
@@ -447,12 +452,12 @@ def test_a_broken_checkpoint_ends_with_a_line(
     file.write_bytes(file.read_bytes()[:-100])
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    for name, said in (
+    for name, message in (
         ("cut", "/model-embedding.safetensors is cut off or no file"),
         ("llama", ": its tokenizer cannot"),
     ):
         assert bench_accuracy.main(["--model", str(tmp_path / name), "--device", "cpu"]) == 2
-        assert capsys.readouterr().err.startswith(f"bench: {tmp_path / name}{said}")
+        assert capsys.readouterr().err.startswith(f"bench: {tmp_path / name}{message}")
 
 
 def test_widths_that_no_format_takes_are_refused() -> None:
@@ -543,7 +548,8 @@ def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
 
 
 def test_the_operator_changes_its_mode_where_the_table_says() -> None:
-    """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half ulp."""
+    """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half
+    ulp."""
     rows = [row for row in cells(experts.table()) if row[0][0].isdigit()]
     assert [row[:2] for row in rows] == [
         ["1", "W4A16"],

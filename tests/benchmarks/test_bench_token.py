@@ -41,17 +41,17 @@ def test_bytes_are_those_of_the_tensors(weights: str, kv: str) -> None:
     step = Step(16, 2 * PAGE, kv=kv, formats=formats_of(weights))  # whole pages, no longer than the window
     tried = Model(SMALL, fork_experts(SMALL, "a16"), (weights,), positions=64)
     caches = tried.caches(step, tried.batch(step))
-    told = {part.name: part.bytes for part in parts_of(SMALL, step, SMALL.experts)}
+    listed = {part.name: part.bytes for part in parts_of(SMALL, step, SMALL.experts)}
     layer, queries = tried.layers[0], 2 * 16 * SMALL.heads * SMALL.head
     for name, dense, calls in (("QKV", layer.qkv, 2), ("O", layer.o, 2), ("LM head", tried.lm_head, 1)):
         rows = 2 * 16 * sum(SMALL.matrices[name])
-        assert told[name] == calls * (size_of(*dense.weights[weights], dense.bias) + rows), name
+        assert listed[name] == calls * (size_of(*dense.weights[weights], dense.bias) + rows), name
     for index, cache in enumerate(caches):
         name = "attention, window" if SMALL.windowed(index) else "attention, full"
-        assert told[name] == size_of(cache, layer.sinks) + 2 * queries
+        assert listed[name] == size_of(cache, layer.sinks) + 2 * queries
     t = layer.experts.weights
     experts = size_of(t.fc1_weights, t.fc1_scales, t.fc1_bias, t.fc2_weights, t.fc2_scales, t.fc2_bias)
-    assert told["MoE"] == 2 * (experts + 16 * (2 * 2 * SMALL.hidden + SMALL.top_k * 8))
+    assert listed["MoE"] == 2 * (experts + 16 * (2 * 2 * SMALL.hidden + SMALL.top_k * 8))
 
 
 def test_bytes_of_what_is_done_in_place() -> None:
@@ -170,7 +170,7 @@ def test_kernels_are_ordered_and_timed_to_the_nanosecond() -> None:
     assert measure.in_order([]) == []
 
 
-def test_overlapping_kernels_count_once_and_gaps_are_told() -> None:
+def test_overlapping_kernels_count_once_and_gaps_are_reported() -> None:
     kernels = [("a", 10.0, 14.0), ("b", 13.0, 18.0), ("c", 15.0, 17.0), ("d", 20.0, 21.0)]
     busy, gaps = measure.busy_and_gaps(kernels, ["norms", "QKV", "rope", "QKV"])
     assert busy == {"norms": [4.0], "QKV": [4.0, 1.0], "rope": [0.0]}
@@ -242,8 +242,9 @@ def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFi
     assert text in capsys.readouterr().err
 
 
-def test_a_stack_without_vllm_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's stack is not built; the fork's names torch in its rows, and an attention that is not there fails by name."""
+def test_a_stack_without_vllm_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's stack is not built; the fork's names torch in its rows, and an attention that is not there fails by
+    name."""
     arguments = bench_token.parse(["--vllm", str(tmp_path), "--attention", "triton", "--prefill-attention", "torch"])
     tried = Model(SMALL, fork_experts(SMALL, "a16"), ("bf16",), positions=64)
     with pytest.raises(RuntimeError, match="_C_stable_libtorch"):
@@ -296,8 +297,8 @@ def test_what_fails_costs_itself_only(
     ]
     assert steps[5].note.startswith("IndexError")
     assert [step.replay is None for step in steps] == [True, True, True, False, False, True]
-    told = {part.name: part.bytes for part in parts_of(SMALL, Step(1, 16), steps[3].experts)}
-    assert {row.part: row.bytes for row in steps[3].rows} == told
+    listed = {part.name: part.bytes for part in parts_of(SMALL, Step(1, 16), steps[3].experts)}
+    assert {row.part: row.bytes for row in steps[3].rows} == listed
     assert [row.by for row in steps[3].rows if row.part in ("QKV", "norms")] == ["torch", "cuBLAS"]
     assert "RuntimeError: no vLLM" in capsys.readouterr().out
 
@@ -340,11 +341,11 @@ def test_the_check_sees_who_disagrees_and_who_fails(
         out = capsys.readouterr().out
         return status, [line[-1] for line in cells(out)[1:]], out
 
-    status, told, out = run(lambda *_: None)
+    status, listed, out = run(lambda *_: None)
     assert "fork router_top_k" in out and "fork decode_attention" in out
     # Decode, a window, and prefill; the fork: two formats, two routers, two attentions for the first two.
-    assert (status, len(told)) == (0, 2 * 2 * (2 + 2 + 1) + 3)
-    assert all(float(error) <= check.TOLERANCE for error in told)
+    assert (status, len(listed)) == (0, 2 * 2 * (2 + 2 + 1) + 3)
+    assert all(float(error) <= check.TOLERANCE for error in listed)
 
     def blind(tried: Model, _arguments: Any, _stack: str) -> None:
         tried.attention = lambda q, *_: torch.zeros_like(q)
@@ -354,12 +355,12 @@ def test_the_check_sees_who_disagrees_and_who_fails(
     def no_peer() -> Any:
         raise OSError("no library")
 
-    status, told, _ = run(blind, no_peer)
+    status, listed, _ = run(blind, no_peer)
     assert status == 1
-    assert [text.endswith("DISAGREES") for text in told] == [False, True] * 4 + [False] * 13
+    assert [text.endswith("DISAGREES") for text in listed] == [False, True] * 4 + [False] * 13
     missing = "RuntimeError: triton attention: not here"
-    assert told[9:16:2] == [missing] * 4 and told[16:] == [missing] * 4 + ["OSError: no library"]
-    assert all(float(error) <= check.TOLERANCE for error in told[8:16:2]), "a window by the fork's attention"
+    assert listed[9:16:2] == [missing] * 4 and listed[16:] == [missing] * 4 + ["OSError: no library"]
+    assert all(float(error) <= check.TOLERANCE for error in listed[8:16:2]), "a window by the fork's attention"
 
 
 def test_steps_of_a_run() -> None:
@@ -373,8 +374,8 @@ def test_steps_of_a_run() -> None:
     # A window is a decode step whose logits are all wanted.
     arguments.windows = [1, 3]
     steps = list(bench_token.steps_of(arguments, ["bf16"], separate, separate))
-    told = [(step.tokens, step.logits, step.prefill) for step in steps[:4]]
-    assert told == [(1, 1, False), (3, 3, False), (4, 4, False), (12, 12, False)]
+    listed = [(step.tokens, step.logits, step.prefill) for step in steps[:4]]
+    assert listed == [(1, 1, False), (3, 3, False), (4, 4, False), (12, 12, False)]
     assert steps[-1].prefill and steps[-1].logits == 1
     windows = results.Measured(model="", stack="", step=steps[3]).what()
     assert windows == "decode, context 1,024, 4 sequences, windows of 3"

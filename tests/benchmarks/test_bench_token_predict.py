@@ -154,7 +154,8 @@ def test_a_kernel_of_the_forks_takes_several_parts(
 
 
 def test_launches_that_a_decode_step_does_without() -> None:
-    """The norm in front of QKV up to eight tokens, the router's top-k at one, and what packs tokens for W4A16's stream."""
+    """The norm before QKV up to eight tokens, the router's top-k at one, and what packs tokens for W4A16's
+    stream."""
 
     def rows(tokens: int, **named: Any) -> dict[str, model.Row]:
         given: dict[str, Any] = {
@@ -399,7 +400,7 @@ def test_a_run_that_measures_nothing_leaves_an_earlier_ones_files(
     assert "nothing was measured, so the files of " in capsys.readouterr().err
 
 
-def test_what_needs_a_gpu_or_a_file_says_so(
+def test_what_needs_a_gpu_or_a_file_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -272,9 +272,9 @@ def test_runs_that_are_kept_are_read_and_price_every_instance(tmp_path: Path) ->
     read = dense.runs_in(tmp_path / "runs.csv")
     assert read.keys() == runs.keys()
     for run, launches in runs.items():
-        for told, given in zip(read[run], launches, strict=True):
-            assert told.counts.values() == pytest.approx(given.counts.values(), abs=0.5)
-            assert (told.warps, told.blocks, told.resident) == (given.warps, given.blocks, given.resident)
+        for message, given in zip(read[run], launches, strict=True):
+            assert message.counts.values() == pytest.approx(given.counts.values(), abs=0.5)
+            assert (message.warps, message.blocks, message.resident) == (given.warps, given.blocks, given.resident)
     for row in DENSE_INSTANCES:
         if row.weights == "mxint8":
             few = {(run.tokens, run.n) for run in runs if (run.instance, run.k) == (row.name, 2880)}
@@ -352,7 +352,7 @@ def test_tables_without_a_gpu_say_what_they_are(
     printed = capsys.readouterr().out
     assert "no GPU here: the prediction for a GB10 instead" in printed
     assert "GB10 (SM121): prediction, not a measurement" in printed
-    for line in gb10.told("MoE"):
+    for line in gb10.assumptions("MoE"):
         assert f"- {line}\n" in printed
     head, *rows = cells(printed)
     for model in ("gpt-oss-120b", "gpt-oss-20b"):
@@ -361,9 +361,13 @@ def test_tables_without_a_gpu_say_what_they_are(
     assert len(rows) == 2 * 2 * 9
     line = moe.predict(MOE_LAYERS["gpt-oss-20b"], 1, 16, (TACTIC, TACTIC), [GIVEN, GIVEN])
     (row,) = (row for row in rows if row[:3] == ["gpt-oss-20b", "W4A8 bf16", "16"])
-    told = dict(zip(head, row, strict=True))
-    assert (told["MB"], told["floor us"], told["fixed us"]) == (f"{line.megabytes:,.0f}", f"{line.floor:,.0f}", "34")
-    assert told["bound by"] == line.bound
+    message = dict(zip(head, row, strict=True))
+    assert (message["MB"], message["floor us"], message["fixed us"]) == (
+        f"{line.megabytes:,.0f}",
+        f"{line.floor:,.0f}",
+        "34",
+    )
+    assert message["bound by"] == line.bound
     assert printed.count("\nemulated ") == 2, "the two models share their GEMMs' sizes"
     # A step that takes minutes is announced before it begins.
     announced = ["building the emulator", "building fused_moe_120", "module of gen_", "built in", "[1/2] emul", "[2/2]"]
@@ -376,7 +380,7 @@ def test_tables_without_a_gpu_say_what_they_are(
     rounded = sum(tokens != "bf16" for _, tokens in DENSE_VARIANTS)
     assert printed.count("\n| qkv ") == len(DENSE_VARIANTS) + rounded
     assert printed.count("\n| lm_head ") == len(DENSE_VARIANTS)  # a batch's logits are of its last tokens
-    assert all(f"- {line}\n" in printed for line in gb10.told("dense"))
+    assert all(f"- {line}\n" in printed for line in gb10.assumptions("dense"))
 
 
 @pytest.mark.parametrize("main", [bench.main, bench_dense_mx.main])

@@ -54,7 +54,7 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
         assert not times, row.name
     inputs = {each.name: each.value for each in hindcast.figures() if each.role == "input"}
     assert not set(inputs) & {row.name for row in hindcast.rows()}
-    told = {
+    listed = {
         "one node of a graph",
         "all-reduce of 8 KB, RDMA",
         "all-reduce of 48 KB, NCCL",
@@ -64,8 +64,8 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
         "an expert more of a CUTLASS layer",
         "block-scaled MMA",
     }
-    assert told <= set(inputs)
-    for name in told:
+    assert listed <= set(inputs)
+    for name in listed:
         assert inputs[name] in known
     assert known >= {round(inputs["FP8 GEMM"] / 237.7, 2), round(inputs["CUTLASS grouped GEMM"] / 237.7, 2)}
 
@@ -114,10 +114,10 @@ def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_
     assert all(line in cells(page) for line in layer) and len(layer) == 4
     wanted = {each.row.name: each.span for each in them}
     wanted |= {name: tokens_per_second(step) for name, step in hindcast.own_steps().items()}
-    told = dict(re.findall(r"^\| ([^|]+?) \| ([\d.,]+ - [\d.,]+ \([^|]+?\)) \|", page, re.MULTILINE))
-    assert told.keys() <= wanted.keys() and hindcast.own_steps().keys() <= told.keys()
-    assert {each.row.name for each in counted if not each.inside} <= told.keys(), "all that miss are told"
-    assert told == {name: wanted[name] for name in told}, "the page has what is predicted today"
+    listed = dict(re.findall(r"^\| ([^|]+?) \| ([\d.,]+ - [\d.,]+ \([^|]+?\)) \|", page, re.MULTILINE))
+    assert listed.keys() <= wanted.keys() and hindcast.own_steps().keys() <= listed.keys()
+    assert {each.row.name for each in counted if not each.inside} <= listed.keys(), "all that miss are told"
+    assert listed == {name: wanted[name] for name in listed}, "the page has what is predicted today"
 
 
 def test_the_profile_is_that_of_the_rows_that_give_it() -> None:
@@ -189,7 +189,8 @@ TWO_SPARKS = MODELS["gpt-oss-120b"].split(2).moe
 
 @pytest.mark.parametrize(("name", "layer"), [("CUTLASS", LAYER), ("CUTLASS", TWO_SPARKS), ("Marlin", LAYER)])
 def test_counts_of_others_are_those_of_their_sizes(name: str, layer: MoELayer) -> None:
-    """At one token: padded weights and scales from DRAM once, little else; MMAs of a whole tile for each of four experts."""
+    """At one token: padded weights and scales from DRAM once, little else; MMAs of a whole tile for each of four
+    experts."""
     peer = PEERS[name]
     hidden, inter = peer.padded(layer)
     assert (hidden, inter) == (3072 if name == "Marlin" else 2944, 2944 if layer == LAYER else 1536)

@@ -36,14 +36,15 @@ def test_it_keeps_the_bound(tile: int, rows: list[int], n: int, k: int) -> None:
 
 
 def test_kept_counts_are_those_of_a_run() -> None:
-    """FC2 of a Spark of two, three experts that the counts were not taken from: ``benchmarks/emulate_peers.py`` renews them."""
+    """FC2 of a Spark of two, three experts that the counts were not taken from: ``benchmarks/emulate_peers.py`` renews
+    them."""
     rows, (hidden, inter) = [7, 65, 1], PEERS["CUTLASS"].padded(MODELS["gpt-oss-120b"].split(2).moe)
     with virtual_device("sm_121a") as device:
         emulate_peers.cutlass(device, 64)(rows, hidden, inter)
         found = device.launches[1].counters
     fit = fits_in(FITS, kernel="CUTLASS", hidden=hidden, inter=inter, tile=64)[1]
-    told = fit.at(Work(sum(rows), experts=3, tiles=4, rows=sum(rows)))
-    assert told.mma_flops == pytest.approx(found.mma_flops, rel=1e-6)
-    assert told.instructions == pytest.approx(found.warp_instructions, rel=0.02)
-    assert told.bytes == pytest.approx(found.global_distinct_bytes, rel=0.02)
-    assert told.wavefronts == pytest.approx(found.shared_wavefronts, rel=0.02)
+    fitted = fit.at(Work(sum(rows), experts=3, tiles=4, rows=sum(rows)))
+    assert fitted.mma_flops == pytest.approx(found.mma_flops, rel=1e-6)
+    assert fitted.instructions == pytest.approx(found.warp_instructions, rel=0.02)
+    assert fitted.bytes == pytest.approx(found.global_distinct_bytes, rel=0.02)
+    assert fitted.wavefronts == pytest.approx(found.shared_wavefronts, rel=0.02)

@@ -13,7 +13,8 @@ from flashinfer.testing.virtual_device import virtual_device
 
 @pytest.mark.parametrize("kind", ["O", "router", "attention, full", "attention, window"])
 def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
-    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small calls."""
+    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small
+    calls."""
     with virtual_device("sm_121a", strict=False) as device:
         if kind == "O":
             seen = emulate.dense_kernel(device, 2, kind, "mxfp4", 1, "bf16")
@@ -25,9 +26,9 @@ def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
     assert seen is not None and seen.kind == kind
     (line,) = [each for each in step.kept().values() if about.items() <= vars(each).items()]
     for name, value in vars(line).items():
-        told = getattr(seen, name)
-        assert told == (pytest.approx(value, rel=0.03) if isinstance(value, float) else value), (
-            f"{name}: {told}, kept {value}: bench_token.py --emulate writes the file anew"
+        counted = getattr(seen, name)
+        assert counted == (pytest.approx(value, rel=0.03) if isinstance(value, float) else value), (
+            f"{name}: {counted}, kept {value}: bench_token.py --emulate writes the file anew"
         )
 
 
@@ -39,8 +40,8 @@ def test_the_runs_that_dense_layers_are_priced_by_are_those_of_the_kernels(insta
     with virtual_device("sm_121a", strict=False) as device:
         seen = emulate.emulate_dense(device, row, (tokens, n, 4096), "bf16")
     kept = dense.runs_in(dense.RUNS)[dense.KeptRun(instance, "bf16", 4096, tokens, n)]
-    for told, line in zip(seen, kept, strict=True):
-        assert told.counts.values() == pytest.approx(line.counts.values(), rel=0.03, abs=300), (
+    for counted, line in zip(seen, kept, strict=True):
+        assert counted.counts.values() == pytest.approx(line.counts.values(), rel=0.03, abs=300), (
             "bench_token.py --emulate writes dense.RUNS anew"
         )
-        assert (told.warps, told.blocks, told.resident) == (line.warps, line.blocks, line.resident)
+        assert (counted.warps, counted.blocks, counted.resident) == (line.warps, line.blocks, line.resident)

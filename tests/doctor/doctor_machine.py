@@ -86,7 +86,9 @@ import torch
 class current_platform:
     is_cuda = staticmethod(lambda: bool(torch.visible()))
     is_device_capability_family = staticmethod(lambda family: any(gpu[1][0] * 10 == family for gpu in torch.visible()))
-    is_device_capability = staticmethod(lambda whole: any(gpu[1][0] * 10 + gpu[1][1] == whole for gpu in torch.visible()))
+    is_device_capability = staticmethod(
+        lambda whole: any(gpu[1][0] * 10 + gpu[1][1] == whole for gpu in torch.visible())
+    )
 """
 
 VLLM_ANSWERS = {
@@ -166,11 +168,12 @@ for package; do [ ! -d "packages/$package" ] || {COPY} "packages/$package/." .; 
         for name in ("config", "moe", "nvfp4", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
         self.plugin_part(
-            "contacts",
+            "api_checks",
             "import collections, importlib\n"
             "MODULES = collections.defaultdict(lambda: ('', 'all of it is'))\n"
             "def why_not(part): return ''\n"
-            "def module(part): return importlib.import_module('.' + {'experts': 'moe', 'head': 'lm_head'}.get(part, part), __package__)",
+            "def module(part): return importlib.import_module('.' + {'experts': 'moe', 'head': 'lm_head'}.get(part, "
+            "part), __package__)",
         )
         self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x.vllm:register")
         self.packages(parts)
@@ -260,7 +263,10 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
 
     def vllm(self, version: str = "0.33.0", at_import: str = "", **answers: str) -> None:
         functions = [f"def {name}(): return {answer}" for name, answer in {**VLLM_ANSWERS, **answers}.items()]
-        nvcc = "import os, shutil\nfrom importlib import metadata\ndef _flashinfer_nvcc_path():\n    home = os.environ.get('CUDA_HOME')\n"
+        nvcc = (
+            "import os, shutil\nfrom importlib import metadata\ndef _flashinfer_nvcc_path():\n"
+            "    home = os.environ.get('CUDA_HOME')\n"
+        )
         nvcc += "    return shutil.which(f'{home}/bin/nvcc' if home else 'nvcc')"
         code = "\n".join([at_import, nvcc, *functions])
         files = {"__init__.py": "", "plugins.py": PLUGINS, "platforms.py": PLATFORMS, "utils/__init__.py": ""}
@@ -287,7 +293,8 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return Diagnosis(json.loads(result.stdout), result.returncode, time.monotonic() - started)
 
     def paste(self, commands: list[str]) -> tuple[Diagnosis, dict[str, str], list[int]]:
-        """Run commands in one shell, and the doctor behind them there: what it says, the variables, the exit statuses."""
+        """Run commands in one shell, and the doctor after them there: what it says, the variables, the exit
+        statuses."""
         root, doctor = shlex.quote(str(self.root)), shlex.join(map(str, (self.python, DOCTOR)))
         lines = ["exec 3>&1 >/dev/null", *(f"{command}\necho $? >> {root}/statuses" for command in commands)]
         lines += [f"env -0 > {root}/variables", f"exec {doctor} --json >&3"]

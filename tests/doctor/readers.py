@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the doctor's remedies: a shell, pip's own parser of arguments, this project's parsers."""
+"""Readers of the doctor's fixes: a shell, pip's own parser of arguments, this project's parsers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ UVS_OPTIONS = {"install": {"-e", "--force-reinstall", "--no-deps"}, "uninstall":
 """Those of pip's that uv 0.13 takes under the same name; its ``uninstall`` asks nothing and has no ``--yes``."""
 
 NVIDIA_SMI_DISPLAYS = (
-    "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT ACCOUNTING "
+    "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT "
+    "ACCOUNTING "
     "ENCODER_STATS VOLTAGE ROW_REMAPPER"
 ).split()
 """Words that ``nvidia-smi -d`` takes beside ``-q``, several with commas between them."""

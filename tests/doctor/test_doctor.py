@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor names what is wrong with a machine, its commands mend it, and what it prints keeps its form."""
+"""The doctor names what is wrong with a machine, its commands fix it, and what it prints keeps its form."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_a_healthy_machine(machine: Machine) -> None:
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warn", 0), ("fail", 1), ("unknown", 1)])
 def test_exit_status(state: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ask", lambda *_: {})
-    found = [doctor.Finding("import", "ok", ""), doctor.Finding("gpu", state, "", "a remedy")]
+    found = [doctor.Finding("import", "ok", ""), doctor.Finding("gpu", state, "", "a fix")]
     monkeypatch.setattr(doctor, "diagnose", lambda *_: found)
     assert doctor.main([]) == status
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_state_is_named_and_its_command_mends_it(machine: Machine, name: str) -> None:
+def test_a_planted_state_is_named_and_its_command_fixes_it(machine: Machine, name: str) -> None:
     """All commands are pasted into one shell, in which the doctor runs again."""
     expected = PLANTED[name]
     machine.variables |= {"USERS_OWN": "1"}
@@ -66,7 +66,7 @@ def test_a_planted_state_is_named_and_its_command_mends_it(machine: Machine, nam
     after, variables, statuses = machine.paste(commands)
     assert not {2, 127}.intersection(statuses), "a command that no shell takes"
     now, found, *_ = after[expected.check]
-    assert now == expected.then if expected.mends else expected.found in found, after[expected.check]
+    assert now == expected.then if expected.fixes else expected.found in found, after[expected.check]
     wanted = re.search(r"(?:pip|apt-get) (?:un)?install (?:--python (?:'.*?'|\S+) )?(.*)", command)
     if wanted:
         assert all(word in machine.installed() for word in shlex.split(wanted[1].split("&&")[0]))

@@ -51,8 +51,10 @@ NO_TORCH = {"torch": {"failed": "ModuleNotFoundError: No module named 'torch'"}}
 # check, facts, state, a part of what is found, the end of the command, a part of the reason; and the environment
 # fmt: off
 GIVEN: list[tuple[Any, ...]] = [
-    ("modules", {"modules": {MOE: module(), "module fused_moe_120_nvfp4": module("it is not built yet", by_default=False)}}, "ok", "built and fresh", "", ""),
-    ("modules", {"modules": {MOE: module(CHANGED)}}, "warn", "fused_moe_120: x.cuh changed", "-m flashinfer sm12x-build", ""),
+    ("modules", {"modules": {MOE: module(), "module fused_moe_120_nvfp4": module("it is not built yet",
+        by_default=False)}}, "ok", "built and fresh", "", ""),
+    ("modules", {"modules": {MOE: module(CHANGED)}}, "warn", "fused_moe_120: x.cuh changed",
+        "-m flashinfer sm12x-build", ""),
     ("modules", {"modules": {MOE: module(CHANGED)}}, "fail", CHANGED, "-m flashinfer sm12x-build", "forbids",
      {"FLASHINFER_DISABLE_JIT": "1"}),
     ("modules", {"modules": {MOE: module(prebuilt=True)}}, "ok", "fused_moe_120: prebuilt", "", ""),
@@ -63,9 +65,11 @@ GIVEN: list[tuple[Any, ...]] = [
     ("build", build_of(), "fail", "no CUDA compiler", "-m pip install x", ""),
     ("headroom", memory(78.5), "ok", "", "", ""),
     ("headroom", memory(78.0), "ok", "8 GiB beside a --gpu-memory-utilization of 0.7", "", ""),
-    ("headroom", memory(77.9), "warn", "leaves the host less than 8 GiB", "| head", "--gpu-memory-utilization 0.69 or less"),
+    ("headroom", memory(77.9), "warn", "leaves the host less than 8 GiB", "| head",
+        "--gpu-memory-utilization 0.69 or less"),
     ("headroom", memory(1), "warn", "", "| head", "--gpu-memory-utilization 0.00"),
-    ("modules", {"modules": {"error": "/c/build.ninja is no file and no folder. Remove it: rm '/c d/build.ninja'"}}, "fail",
+    ("modules", {"modules": {"error": "/c/build.ninja is no file and no folder. Remove it: rm '/c d/build.ninja'"}},
+        "fail",
      "is no file and no folder", f"rm '/c d/build.ninja' && {CLI} sm12x-build", ""),
     ("torch", NO_TORCH | {"installer": {"pip": False, "ensurepip": True}}, "fail", "not installed",
      "-m pip install vllm==0.33.0", ""),
@@ -73,17 +77,25 @@ GIVEN: list[tuple[Any, ...]] = [
      "has neither pip nor uv: with the program that made its environment, pip install vllm==0.33.0"),
     ("torch", NO_TORCH | {"installer": {"pip": True, "uv": "/u/uv", "managed": True, "ensurepip": True}}, "fail",
      "not installed", "", "make an environment, python3 -m venv ~/venv, install there, pip install vllm==0.33.0"),
-    ("torch", NO_TORCH | {"installer": {"pip": True, "managed": True, "ensurepip": False}}, "fail", "not installed", "", "apt-get install python3-venv"),
-    ("build", {"build": {"error": "apt-get install g++"}, "system": {"programs": []}}, "fail", "g++", "", "has no apt-get"),
-    ("architectures", {"modules": {"architectures": ["12.1a"]}, "gpus": gpus("12.1", "8.9", "6.1")}, "ok", "12.1a", "", ""),
-    ("architectures", {"modules": {"architectures": ["12.0a"]}, "gpus": gpus("12.1", "8.9")}, "fail", "not run on", " }12.1a\"", ""),
+    ("torch", NO_TORCH | {"installer": {"pip": True, "managed": True, "ensurepip": False}}, "fail", "not installed",
+        "", "apt-get install python3-venv"),
+    ("build", {"build": {"error": "apt-get install g++"}, "system": {"programs": []}}, "fail", "g++", "",
+        "has no apt-get"),
+    ("architectures", {"modules": {"architectures": ["12.1a"]}, "gpus": gpus("12.1", "8.9", "6.1")}, "ok", "12.1a", "",
+        ""),
+    ("architectures", {"modules": {"architectures": ["12.0a"]}, "gpus": gpus("12.1", "8.9")}, "fail", "not run on",
+        " }12.1a\"", ""),
     ("architectures", {"modules": {"architectures": ["8.9"]}, "gpus": gpus("8.9")}, "ok", "8.9", "", ""),
-    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "torch says compute capability 12.0, the driver 12.1",
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn",
+        "torch says compute capability 12.0, the driver 12.1",
      'export FLASHINFER_CUDA_ARCH_LIST="12.1a"', "the driver knows better"),
-    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "ok", "torch 2", "", "", {"FLASHINFER_CUDA_ARCH_LIST": "12.1a"}),
-    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "the driver 12.1", '"12.1a"', "", {"FLASHINFER_CUDA_ARCH_LIST": "12.0a 9.0"}),
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "ok", "torch 2", "", "",
+        {"FLASHINFER_CUDA_ARCH_LIST": "12.1a"}),
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "the driver 12.1", '"12.1a"', "",
+        {"FLASHINFER_CUDA_ARCH_LIST": "12.0a 9.0"}),
     ("torch", {"torch": seen("12.1"), "gpus": gpus("12.0", "12.1")}, "ok", "torch 2", "", ""),
-    ("torch", {"torch": seen("12.1"), "gpus": gpus("12.0")}, "warn", "the driver 12.0", '"12.0a"', "", {"FLASHINFER_CUDA_ARCH_LIST": "much"}),
+    ("torch", {"torch": seen("12.1"), "gpus": gpus("12.0")}, "warn", "the driver 12.0", '"12.0a"', "",
+        {"FLASHINFER_CUDA_ARCH_LIST": "much"}),
     ("torch", {"torch": seen("12.1"), "gpus": gpus("12.1", "8.9")}, "ok", "torch 2", "", ""),  # CUDA_VISIBLE_DEVICES
     ("vllm", {"path": {"vllm": "0.33.0+cu130.d20261101"}}, "ok", "0.33.0+cu130", "", ""),
     ("vllm", {"path": {"vllm": "0.33.0rc1+cu130"}}, "warn", "0.33.0rc1", "install vllm==0.33.0", ""),
@@ -96,7 +108,8 @@ GIVEN: list[tuple[Any, ...]] = [
     ("disk", {"folder": {"free_bytes": 1 << 29, "folder": "cache"}}, "warn", "", "sm12x-cache list", "make room"),
     ("disk", {"folder": {"free_bytes": 1 << 20, "folder": "cache"}}, "fail", "", "sm12x-cache list", "make room"),
     # A check that fails itself is one unknown.
-    ("disk", {"folder": {"free_bytes": "a lot", "folder": "cache"}}, "unknown", "the check itself failed", "--json", ""),
+    ("disk", {"folder": {"free_bytes": "a lot", "folder": "cache"}}, "unknown", "the check itself failed", "--json",
+        ""),
 ]
 # fmt: on
 
@@ -123,7 +136,7 @@ def test_rows_that_do_not_apply_are_left_out() -> None:
     assert "architectures" not in findings({"gpus": SPARK})
 
 
-def test_a_managed_python_takes_pip_where_the_user_said_so() -> None:
+def test_a_managed_python_takes_pip_where_the_user_chose_it() -> None:
     facts = NO_TORCH | {"installer": {"pip": True, "managed": True}}
     assert findings(facts, {"PIP_BREAK_SYSTEM_PACKAGES": "1"})["torch"].command.endswith("-m pip install vllm==0.33.0")
 
@@ -151,7 +164,7 @@ def test_the_row_of_a_probe_is_left_to_the_probe_that_ran() -> None:
         ({"proc/sys/kernel/osrelease": "6.11.0-1016-nvidia"}, {}, None),
     ],
 )
-def test_a_guest_is_told_by_what_it_leaves(
+def test_a_guest_is_recognized_by_what_it_leaves(
     left: dict[str, str], variables: dict[str, str], guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without systemd's program, which container images lack."""
@@ -174,7 +187,7 @@ def test_a_guest_is_told_by_what_it_leaves(
         ("vmware", "VM"),
     ],
 )
-def test_a_guest_is_told_by_systemd(
+def test_a_guest_is_recognized_by_systemd(
     kind: str, guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "systemd-detect-virt"

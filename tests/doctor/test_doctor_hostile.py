@@ -160,7 +160,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Runs the doctor with given facts and variables; its table. The JSON and the exit status must agree."""
 
     def run(facts: dict[str, dict[str, Any]], environ: dict[str, str]) -> str:
-        monkeypatch.setattr(doctor, "ask", lambda *_: {question: dict(told) for question, told in facts.items()})
+        monkeypatch.setattr(doctor, "ask", lambda *_: {question: dict(answers) for question, answers in facts.items()})
         monkeypatch.setattr(doctor, "os", SimpleNamespace(environ=environ))
         status = doctor.main(["--json"])
         rows = json.loads(capsys.readouterr().out)["findings"]
@@ -172,14 +172,14 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 def test_whatever_questions_tell_and_variables_hold_the_table_is_printed(machine: Machine, ended: Ended) -> None:
     facts = machine.diagnose().data["facts"] | {"modules": MODULES}
-    facts |= {f"probe-{part}": told for part, told in healthy().items()}
+    facts |= {f"probe-{part}": answers for part, answers in healthy().items()}
     counts = re.compile(r"\d+ ok, \d+ warn, \d+ fail, \d+ unknown$")
-    for question, told in facts.items():
-        for fact in (*told, "failed", "error"):
-            less = {question: {name: value for name, value in told.items() if name != fact}}
+    for question, answers in facts.items():
+        for fact in (*answers, "failed", "error"):
+            less = {question: {name: value for name, value in answers.items() if name != fact}}
             assert "the check itself failed" not in ended(facts | less, {}), (question, fact)
             for odd in ODD:
-                assert counts.search(ended(facts | {question: {**told, fact: odd}}, {})), (question, fact, odd)
+                assert counts.search(ended(facts | {question: {**answers, fact: odd}}, {})), (question, fact, odd)
     for name in (*variables.TABLE, "PYTHONPATH", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"):
         for odd in ("", "0", "1", "/x:/y", *filter(None, map(str, ODD))):
             assert counts.search(ended(facts, {name: odd})), (name, odd)

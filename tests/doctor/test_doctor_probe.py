@@ -64,16 +64,19 @@ def test_a_gb10_that_does_as_predicted() -> None:
 
 
 PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
-    # name -> part, what it tells otherwise, check, state, part of what is found, part of the remedy
+    # name -> part, what it tells otherwise, check, state, part of what is found, part of the fix
     "slow memory": ("dram", {"gigabytes_per_second": 180.0}, "probe-dram", "warn", "180 GB/s", "close what else uses"),
-    "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk", "close what else uses"),
-    "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
+    "slow copies": ("dram", {"copies_gigabytes_per_second": 150.0}, "probe-dram", "warn", "150 by bulk",
+        "close what else uses"),
+    "wrong copies": ("dram", {"copies_wrong": True}, "probe-dram", "fail", "is not the sum of what was written",
+        "report"),
     "wrong memory": ("dram", {"wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
     "slow MMAs": ("mma", {"mxf4": {"wrong": 0, "flops_per_clock": 2048.0, "tflops": 115.0, "gigahertz": 2.4,
                                    "predicted": [4096, 4096]}},
                   "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
     "wrong MMAs": ("mma", {"f16": {"wrong": 7}}, "probe-mma-f16", "fail", "7 results", "report"),
-    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "so half precision takes the place of mxf4", "sm12x-build"),
+    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "so half precision takes the place of mxf4",
+        "sm12x-build"),
     "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "takes the place of mxf8f6f4", "sm12x-build"),
     "narrow bf16": ("sums", {"bf16": 13}, "probe-sums", "warn", "13 bits (bf16)", "there is no other MMA"),
     "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
@@ -102,13 +105,13 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_figure_gets_its_line(name: str) -> None:
-    part, facts, check, state, found, remedy = PLANTED[name]
+    part, facts, check, state, found, fix = PLANTED[name]
     measured = healthy()
     measured[part] |= facts
     lines = findings(measured)
     assert lines[check].state == state
     assert found in lines[check].found
-    assert remedy in f"{lines[check].command} | {lines[check].why}"
+    assert fix in f"{lines[check].command} | {lines[check].why}"
     assert bool(lines[check].command or lines[check].why) == (state != "ok")
     assert {line.state for other, line in lines.items() if other != check} == {"ok"}
 
@@ -227,9 +230,10 @@ def test_a_report_that_cannot_be_written_ends_before_anything_is_asked(
     monkeypatch.setattr(doctor, "ask", lambda *_: pytest.fail("it asks"))
     (tmp_path / "file").touch()
     assert doctor.main(["--probe", "--report", str(tmp_path / report)]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        said == f"sm12x-doctor: --report {tmp_path / report}: {reason}; name a file in a folder that you can write to\n"
+        message
+        == f"sm12x-doctor: --report {tmp_path / report}: {reason}; name a file in a folder that you can write to\n"
     )
 
 
@@ -283,7 +287,8 @@ def test_a_report_goes_where_a_link_leads_and_into_a_device(tmp_path: Path) -> N
 HANGS = """
 import os, subprocess, sys, time
 # A compiler in a session of its own, whose parent is gone.
-code = "import os, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)".replace("sys", "__import__('sys')")
+code = "import os, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
+code = code.replace("sys", "__import__('sys')")
 start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}, {PIDS!r}], start_new_session=True)"
 subprocess.run([sys.executable, "-c", start], start_new_session=True)
 open(PIDS, "a").write(f"{os.getpid()} ")
@@ -293,7 +298,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("probe", [False, True])
-def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
+def test_a_signal_ends_all_that_was_started_and_reports_what_a_new_run_does(
     machine: Machine, plain_signals: None, number: signal.Signals, probe: bool
 ) -> None:
     pids = machine.root / "pids"
@@ -314,9 +319,9 @@ def test_a_signal_ends_all_that_was_started_and_says_what_a_new_run_does(
             assert time.monotonic() < until
             time.sleep(0.05)
         asked.send_signal(number)
-        out, said = asked.communicate(timeout=60)
+        out, message = asked.communicate(timeout=60)
     assert (asked.returncode, out) == (128 + number, "")
-    (line,) = [line for line in said.splitlines() if not line.startswith("probe: ")]
+    (line,) = [line for line in message.splitlines() if not line.startswith("probe: ")]
     assert line.startswith(f"sm12x-doctor: interrupted by {number.name}: all that was started is ended")
     assert "a new run asks everything again" in line
     assert line.endswith("sent.json is as it was") == probe

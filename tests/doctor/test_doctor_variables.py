@@ -18,12 +18,13 @@ from flashinfer_sm12x import variables
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 READ_ELSEWHERE = {
-    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_NVCC", "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_NVCC",
+    "FLASHINFER_WORKSPACE_BASE",
     "PATH", "TMPDIR", "LD_PRELOAD", "VSM_ACCUMULATION_BITS", "FLASHINFER_SM12X_EMBED_PTX", "_FLASHINFER_SM12X_PROBE",
     "FLASHINFER_SM12X_MOE",
 }  # fmt: skip
-"""Names that code reads without the table: those of compilers and upstream, what it sets and puts back, and the switch, whose
-0 leaves upstream's package alone before anything of this fork is imported."""
+"""Names that code reads without the table: those of compilers and upstream, what it sets and puts back, and the switch,
+whose 0 leaves upstream's package alone before anything of this fork is imported."""
 
 
 def test_the_page_has_the_table() -> None:
@@ -102,7 +103,7 @@ def test_one_edit_apart_is_what_one_edit_makes() -> None:
         ("SM12X_MOE", ""),
     ],
 )
-def test_a_misspelled_name_is_told_with_the_one_that_was_meant(name: str, meant: str) -> None:
+def test_a_misspelled_name_is_reported_with_the_one_that_was_meant(name: str, meant: str) -> None:
     assert [(found, right) for found, _, right in variables.problems({name: "1"})] == [(name, meant)]
 
 
@@ -148,7 +149,7 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
         "FLASHINFER_LOGGING_LEVEL": variables.check_imported,
         "FLASHINFER_JIT_VERBOSE": lambda: modules.gen_router_module().build(),
         **{
-            f"FLASHINFER_EXTRA_{kind}FLAGS": lambda: modules.gen_router_module().content_key  # needs no compiler
+            f"FLASHINFER_EXTRA_{kind}FLAGS": lambda: modules.gen_router_module().build_hash  # needs no compiler
             for kind in ("C", "CUDA", "LD")
         },
     }
@@ -157,14 +158,16 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_value_is_told_alike_by_its_first_use_and_the_doctor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_is_reported_alike_by_its_first_use_and_the_doctor(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
-    ((found, said, _),) = variables.problems({name: BAD[name]})
+    ((found, message, _),) = variables.problems({name: BAD[name]})
     assert found == name
-    assert said.startswith((f"{name} is {BAD[name]!r}; it may be ", f"{name}: {BAD[name]!r} is no key=value"))
+    assert message.startswith((f"{name} is {BAD[name]!r}; it may be ", f"{name}: {BAD[name]!r} is no key=value"))
     use = first_use(name, monkeypatch)
     monkeypatch.setenv(name, BAD[name])
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         use()
 
 
@@ -190,15 +193,17 @@ def test_values(name: str, text: str, value: object) -> None:
     assert text or variables.read(name, {}) == value
 
 
-def test_what_was_meant_for_a_while_is_told() -> None:
-    told = dict(
+def test_what_was_meant_for_a_while_is_reported() -> None:
+    warnings = dict(
         variables.forgotten({"FLASHINFER_SM12X_MOE": "0", "FLASHINFER_JIT_DEBUG": "0", "FLASHINFER_SM12X_CHECK": "on"})
     )
-    assert told == {"FLASHINFER_SM12X_MOE": "FLASHINFER_SM12X_MOE=0: upstream's kernels run in place of this fork's"}
+    assert warnings == {
+        "FLASHINFER_SM12X_MOE": "FLASHINFER_SM12X_MOE=0: upstream's kernels run in place of this fork's"
+    }
 
 
 @pytest.mark.parametrize("name", ["FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"])
-def test_what_upstream_reads_while_it_is_imported_is_told_by_the_import(name: str) -> None:
+def test_what_upstream_reads_while_it_is_imported_is_reported_by_the_import(name: str) -> None:
     """Upstream's own words for a bad value, and for an empty one, are Python's."""
     command = ["-c", "import flashinfer"]
     bad = forked_python.run(command, cwd=REPO, env={**os.environ, name: "much"})

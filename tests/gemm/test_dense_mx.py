@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dense_block_scaled`` on the CPU, and on a GPU that serves the family: results within the bound, arguments, graphs, compilation."""
+"""``dense_block_scaled`` on the CPU, and on a GPU that serves the family: results within the bound, arguments, graphs,
+compilation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense layers' planner against a GB10's predicted times, by counts of the kernels on the virtual SM121 that are kept."""
+"""The dense layers' planner against a GB10's predicted times, by counts of the kernels on the virtual SM121 that are
+kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dense_block_scaled_top_k`` on the CPU, and on a GPU that serves the family: ties, arguments, ranks, graphs, compilation."""
+"""``dense_block_scaled_top_k`` on the CPU, and on a GPU that serves the family: ties, arguments, ranks, graphs,
+compilation."""
 
 from __future__ import annotations
 

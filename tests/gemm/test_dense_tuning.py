@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's autotuner over dense layers, with a profiler that answers given times and a module that records launches."""
+"""Upstream's autotuner over dense layers, with a profiler that answers given times and a module that records
+launches."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def test_cublas_is_taken_of_bfloat16_tokens_alone(stand: Stand, form: str, tmp_p
         assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
     assert sm12x_dense_tuning.OPERATOR in Path(cache).read_text()
     AutoTuner.get().clear_cache()
-    tune._remembered.clear()
+    tune._cached.clear()
     with autotune(False, cache=cache):
         assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
 

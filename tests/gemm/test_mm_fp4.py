@@ -83,7 +83,7 @@ def test_each_function_is_a_call_of_dense_block_scaled(k):
 
 
 @pytest.mark.parametrize("name", ["mm_fp4", "mm_mxfp8", "mm_bf16_fp4"])
-def test_the_backend_is_among_those_that_a_function_says_it_has(name):
+def test_the_backend_is_among_those_that_a_function_lists(name):
     function = getattr(flashinfer.gemm, name)
     assert [function.is_backend_supported("sm12x", cc) for cc in (None, 120, 121, 90, 100)] == [True] * 4 + [False]
     assert function.is_backend_supported("cudnn")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on, held to the derived bound."""
+"""Dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on, held to the derived bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
+from virtual_devices import ALL_CHECKERS, RACES, virtual_fixture
 
 import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
@@ -35,7 +35,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 SMS = 48
 BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def tokens_for(row: Instance) -> str:
@@ -54,7 +54,7 @@ def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tenso
 
 
 def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None = None) -> torch.Tensor:
-    """Assert that the layer keeps its bound, that nothing was left unwritten and that no watcher reports."""
+    """Assert that the layer keeps its bound, that nothing was left unwritten and that no checker reports."""
     print("seed", seed, case, tactic)
     inputs = make_dense_inputs(case, seed)
     out = run(inputs, case, tactic)
@@ -66,7 +66,8 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None 
 
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_an_instance(device: VirtualDevice, row: Instance) -> None:
-    """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or tiles."""
+    """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or
+    tiles."""
     k = row.longest_k - 96 if row.streamed else 800
     n = 16 * SMS + 56 if row.streamed else 200
     check(device, DenseCase(row.token_tile + 3, n, k, row.weights, tokens_for(row), bias=torch.bfloat16), 1, row.name)
@@ -83,8 +84,8 @@ def test_panels_of_tokens(device: VirtualDevice, name: str) -> None:
     check(device, DenseCase(1100, 264, 64, row.weights, tokens_for(row)), 2, name)
 
 
-# Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece and
-# row by row; a slice whose pitch is as many bytes as a row has (640 of MXFP4, 416 of MXFP6).
+# Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece
+# and row by row; a slice whose pitch is as many bytes as a row has (640 of MXFP4, 416 of MXFP6).
 @pytest.mark.parametrize(
     ("n", "k"),
     [(1, 32), (17, 64), (300, 128), (40, 416), (72, 640), (1600, 512), (33, 1536), (64, 2048), (130, 2880)],
@@ -137,7 +138,8 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
     ids=lambda row: row.name,
 )
 def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> None:
-    """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no other."""
+    """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no
+    other."""
     tokens = {"mxfp8": "mxfp8_linear"}.get(row.operand, row.operand)
     case = DenseCase(6, 48, 256, row.weights, tokens, out_dtype=torch.float32)
     inputs = make_dense_inputs(case, 3)
@@ -172,7 +174,8 @@ EVERY_WEIGHT = [
 @pytest.mark.parametrize(("form", "kind"), EVERY_WEIGHT)
 @pytest.mark.parametrize("k", [32, 96, 288, 512])  # one, three and one blocks in the last word, and four
 def test_every_code_and_scale_of_a_weight(device: VirtualDevice, form: str, kind: str, k: int) -> None:
-    """Random bytes: each int8, -128 among them, each e2m3, each E4M3 scale with its sign, subnormal ones and both NaN."""
+    """Random bytes: each int8, -128 among them, each e2m3, each E4M3 scale with its sign, subnormal ones and both
+    NaN."""
     case = DenseCase(3, 80, k, form, TOKENS_OF[BY_NAME[f"dense_{form}_{kind}"].operand], out_dtype=torch.float32)
     inputs = make_dense_inputs(case, 90 + k)
     print("seed", 91)
@@ -189,8 +192,8 @@ def test_every_code_and_scale_of_a_weight(device: VirtualDevice, form: str, kind
     assert torch.isfinite(out).any()
 
 
-# A block of 512 threads rounds a row in eights, dequantizes it in words and pads its scales byte by byte: rows for which
-# each thread comes twice, some three times.
+# A block of 512 threads rounds a row in eights, dequantizes it in words and pads its scales byte by byte: rows for
+# which each thread comes twice, some three times.
 @pytest.mark.parametrize(
     ("name", "tokens", "k"),
     [
@@ -223,7 +226,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
 )
 def test_a_layer_under_weak_memory(row: Instance) -> None:
     for seed in (1, 2):
-        with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
+        with virtual_device("sm_121a", watch=ALL_CHECKERS, weak_memory=seed) as device:
             check(device, DenseCase(9, 200, 416, row.weights, tokens_for(row), bias=torch.bfloat16), seed, row.name)
 
 
@@ -444,7 +447,7 @@ def test_a_layer_reads_what_the_one_before_it_writes(
 )
 @pytest.mark.parametrize("rounds", [60, 300])
 def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS - RACES, late_copies=rounds) as device:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS - RACES, late_copies=rounds) as device:
         check(device, DenseCase(5, 16 * SMS * (6 if rounds == 60 else 3), k, BY_NAME[name].weights), 1, name)
 
 

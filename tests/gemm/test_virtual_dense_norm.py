@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers behind an RMSNorm, and what they read ahead, as compiled for ``sm_121a``, on the virtual SM121 with its
-watchers on."""
+checkers on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.gemm.sm12x_dense_norm import norms
@@ -25,13 +25,13 @@ from flashinfer.testing.virtual_device import VirtualDevice
 SMS, L2_BYTES = 48, 24 << 20
 STREAMS = [row for row in DENSE_INSTANCES if norms(row)]
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def check(
     device: VirtualDevice, case: DenseCase, seed: int, adds: bool = True, eps: float = 1e-5, **named: Any
 ) -> None:
-    """Assert that the sum is exact, that the layer keeps its bound in one launch, and that no watcher reports."""
+    """Assert that the sum is exact, that the layer keeps its bound in one launch, and that no checker reports."""
     print("seed", seed, case, adds, eps, named)
     inputs = make_dense_inputs(case, seed)
     norm = make_norm_inputs(inputs, seed, adds, eps)

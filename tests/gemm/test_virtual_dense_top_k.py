@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest outputs of dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""The largest outputs of dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.gemm import dense_block_scaled_top_k
 from flashinfer.jit.sm12x.modules import gen_dense_module
@@ -18,7 +18,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 SMS = 48
 SEARCH = ["chunk_top_k_kernel", "row_top_k_kernel"]
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def launched(device: VirtualDevice) -> list[str]:
@@ -42,9 +42,9 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, **named: Any) -> No
     assert all(launch.clean for launch in device.launches), device.launches
 
 
-# One unit, of 64 rows; fewer units than blocks; one for some blocks and two for others; three for each, one fewer than a
-# block has epilogue warps, and five, one more; a last unit that is partly there; one tile of tokens, and several, of which
-# the last is partly there.
+# One unit, of 64 rows; fewer units than blocks; one for some blocks and two for others; three for each, one fewer than
+# a block has epilogue warps, and five, one more; a last unit that is partly there; one tile of tokens, and several, of
+# which the last is partly there.
 @pytest.mark.parametrize("n", [1, 16 * SMS, 16 * SMS + 40, 16 * SMS * 6 - 9, 64 * SMS * 3 - 9, 64 * SMS * 5])
 @pytest.mark.parametrize(("m", "tactic"), [(1, "m8_w2"), (8, "m8_w2"), (19, "m8_w2"), (37, "m16_w2"), (64, "m8_w3")])
 def test_a_stream_compares_its_outputs(device: VirtualDevice, n: int, m: int, tactic: str) -> None:
@@ -99,7 +99,7 @@ def test_ties_and_what_is_no_number(device: VirtualDevice, tactic: str, kind: st
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_weak_memory(top_k: int) -> None:
     for seed in (1, 2):
-        with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
+        with virtual_device("sm_121a", watch=ALL_CHECKERS, weak_memory=seed) as device:
             check(device, DenseCase(9, 5000, 96, bias=torch.bfloat16), seed, top_k=top_k, tactic="dense_mxfp4_m8_w2")
 
 

@@ -164,7 +164,7 @@ def test_pythonpath_comes_before_an_installation(environment, normal) -> None:
     assert environment.run("-c", WHERE, path=(REPO,)).stdout.strip() == str(REPO / "flashinfer" / "__init__.py")
 
 
-def test_without_the_wheel_an_installation_says_so(environment, normal) -> None:
+def test_without_the_wheel_an_installation_reports_it(environment, normal) -> None:
     normal.extractall(environment.site)
     code = "try:\n import flashinfer\nexcept ImportError as error: print(error)"
     message = environment.run("-c", code).stdout
@@ -280,8 +280,8 @@ def test_uninstalling_removes_all_of_it(pip: Pip, fresh: Path, kind: str, with_p
     pip.install(*INSTALLS[kind], fresh)
     assert {"flashinfer_sm12x.pth", "_flashinfer_sm12x.py"} <= pip.left()
     assert contents(fresh) == before, "installing left something in the checkout"
-    said = pip("uninstall", "--yes", "flashinfer-sm12x", path=(fresh,) if with_pythonpath else ())
-    assert "Successfully uninstalled flashinfer-sm12x" in said
+    output = pip("uninstall", "--yes", "flashinfer-sm12x", path=(fresh,) if with_pythonpath else ())
+    assert "Successfully uninstalled flashinfer-sm12x" in output
     assert pip.left() == set()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiler that ``pip install vllm==0.33.0`` brings, with and without a whole toolkit, by the real wheels.
 
-torch pins CUDA's runtime, 13.0.96; the newest nvcc comes with it, 13.5.37. One module of this fork and one of upstream's are
-preprocessed, by the very commands that a build runs.
+torch pins CUDA's runtime, 13.0.96; the newest nvcc comes with it, 13.5.37. One module of this fork and one of
+upstream's are preprocessed, by the very commands that a build runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from flashinfer.jit import cpp_ext
 from flashinfer.jit.sampling import gen_sampling_module
 from flashinfer.jit.sm12x import modules
 
-print(json.dumps({"nvcc": str(cpp_ext.find_toolkit().nvcc), "upstreams": cpp_ext._upstream.get_cuda_path.__wrapped__()}))
+upstreams = cpp_ext._upstream.get_cuda_path.__wrapped__()
+print(json.dumps({"nvcc": str(cpp_ext.find_toolkit().nvcc), "upstreams": upstreams}))
 for spec in (modules.gen_router_module(), gen_sampling_module()):
     entry = spec.get_compile_commands()[0]
     words, kept = iter(shlex.split(entry["command"])), []
@@ -142,15 +143,18 @@ def test_a_whole_toolkit_compiles_both_kinds_of_module(vllms: Environment, whole
         "default": {"code": DEFAULT.format(str(whole))},
     }
     for place, how in places.items():
-        where, said = vllms.preprocess(**how)
-        assert said == BOTH, place
+        where, output = vllms.preprocess(**how)
+        assert output == BOTH, place
         assert where["nvcc"] == f"{whole}/bin/nvcc", place
         if place != "default":  # upstream's own is a constant
             assert where["upstreams"] == str(whole), place
 
 
-def test_without_one_a_line_says_which_two_disagree_and_its_command_mends_it(vllms: Environment) -> None:
-    build = "import runpy, sys; sys.argv[1:] = ['sm12x-build', '--vllm', 'bf16']; runpy.run_module('flashinfer', run_name='__main__')"
+def test_without_one_a_line_reports_which_two_disagree_and_its_command_fixes_it(vllms: Environment) -> None:
+    build = (
+        "import runpy, sys; sys.argv[1:] = ['sm12x-build', '--vllm', 'bf16']; runpy.run_module('flashinfer', "
+        "run_name='__main__')"
+    )
     done = vllms.run(NO_DEFAULT + build, status=1)
     root = vllms.site / "nvidia" / "cu13"
     runtime = importlib.metadata.version("nvidia-cuda-runtime")
@@ -164,8 +168,8 @@ def test_without_one_a_line_says_which_two_disagree_and_its_command_mends_it(vll
 
     question = "import sys; sys.argv[1:] = ['build']; import runpy; runpy.run_path({!r}, run_name='__main__')"
     question = question.format(str(REPO / "flashinfer_sm12x" / "doctor" / "questions.py"))
-    said = vllms.run(NO_DEFAULT + question)
-    assert disagree in said.stdout
+    output = vllms.run(NO_DEFAULT + question)
+    assert disagree in output.stdout
 
     words = command.split()
     assert words[:2] == ["pip", "install"]

@@ -25,8 +25,8 @@ VERSIONS = compilers.chosen(os.environ.get("COMPILERS", "all").split())
 
 
 def architectures(row: Instance | None) -> list[str]:
-    """Those that run a source: SM121; Hopper, but for block-scaled MMAs; and SM120 without fences, of the streams, which
-    leave no registers."""
+    """Those that run a source: SM121; Hopper, but for block-scaled MMAs; and SM120 without fences, of the streams,
+    which leave no registers."""
     streamed, hopper = row is not None and row.streamed, row is None or row.operand == "bf16" or row in HOPPER
     sm12x = row is None or row.layer == "dense" or row in SM12X
     return ["12.1a"] * sm12x + ["12.0a"] * (sm12x and streamed) + ["9.0a"] * hopper
@@ -82,18 +82,18 @@ def test_machine_code(
     major, minor = architecture.split(".")
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(int(major), minor)})
     (step,) = (step for step in unit.generate().plan.steps if step.source.stem == unit.stem)
-    code, said = compiled(step, tmp_path)
+    code, output = compiled(step, tmp_path)
     faults = machine_code.faults(code, unit, f"sm_{major}{minor}")
     if architecture == "9.0a" and unit.row is not None and unit.row.name in HOPPERS_SPILLS:
         assert all(" spills: " in fault for fault in faults)
-        assert diagnosis.local_memory(said) <= MOST_OF_HOPPER
+        assert diagnosis.local_memory(output) <= MOST_OF_HOPPER
         return
     assert not faults
-    assert diagnosis.local_memory(said) == 0
+    assert diagnosis.local_memory(output) == 0
 
 
 @pytest.mark.parametrize("toolkit", VERSIONS, indirect=True)
-def test_a_kernel_that_spills_is_told(toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
+def test_a_kernel_that_spills_is_reported(toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
     """The compiler's message has the words that the build looks for."""
     source = tmp_path / "spills.cu"
     source.write_text(
@@ -102,12 +102,12 @@ def test_a_kernel_that_spills_is_told(toolkit: toolchain.Toolkit, tmp_path: Path
         "#pragma unroll\n  for (int i = 0; i < 64; ++i) p[i] = x[63 - i];\n}\n"
     )
     asked = (*flags.cuda_flags([(12, "1a")], False), diagnosis.WARN_OF_LOCAL_MEMORY, "-maxrregcount=32")
-    code, said = compiled(CompileStep("spills.o", source, str(toolkit.nvcc), asked), tmp_path)
+    code, output = compiled(CompileStep("spills.o", source, str(toolkit.nvcc), asked), tmp_path)
     unit = machine_code.Unit("none", modules.gen_probe_module, "spills", None)
     assert len(machine_code.faults(code, unit, "sm_121a")) == 1
-    assert diagnosis.local_memory(said) > 0
+    assert diagnosis.local_memory(output) > 0
 
 
-def test_what_the_build_says_of_versions_is_what_was_tried() -> None:
+def test_what_the_build_reports_of_versions_is_what_was_tried() -> None:
     first, *_, last = (version.rpartition(".")[0] for version in compilers.RUNTIMES)
     assert (first, last) == diagnosis.COMPILERS_WITHOUT_SPILLS

@@ -149,7 +149,7 @@ class Project:
         return engine.find_library(self.plan()) is not None
 
     def object_text(self, name: str) -> str:
-        """The text of all objects of that name, whatever their keys."""
+        """The text of all objects of that name, whatever their hashes."""
         return "".join(path.read_text() for path in (self.cache / "demo" / "obj").glob(f"*/{name}.o"))
 
     def object_of(self, name: str) -> Path:

@@ -86,7 +86,8 @@ def dumped(what: str, path: Path) -> str:
 
 
 class Unit(NamedTuple):
-    """One source with kernels: ``generate`` gives the spec of its module, ``stem`` is its file's name without a suffix."""
+    """One source with kernels: ``generate`` gives the spec of its module, ``stem`` is its file's name without a
+    suffix."""
 
     module: str
     generate: Callable[[], JitSpecSm12x]

@@ -58,10 +58,10 @@ def removed_by(folder: Path, *arguments: str) -> set[str]:
     gone = before - contents(folder)
     tops = {path for path in gone if path.parent.name == "cached_ops"}
     assert gone == {path for path in before if any(top == path or top in path.parents for top in tops)}
-    said = {
+    reported = {
         line.removeprefix("removed ").rpartition(",")[0] for line in result.output.splitlines() if "removed" in line
     }
-    assert said == {str(top) for top in tops}
+    assert reported == {str(top) for top in tops}
     return {f"{top.parents[1].name}/{top.name}" for top in tops}
 
 

@@ -84,7 +84,7 @@ def test_nothing_but_a_set_of_architectures_or_a_value_error(value: str) -> None
         assert all(minor[-1] in "af" for major, minor in parsed if major == 12)
 
 
-def test_missing_suffix_is_completed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_suffix_is_completed_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     context._complete_sm12x.cache_clear()
     with caplog.at_level(logging.WARNING, "flashinfer.compilation_context"):
         assert parse_arch_list("12.1") == {(12, "1a")}
@@ -157,7 +157,7 @@ def test_a_tilde_in_the_workspace_is_a_home_folder(named: str, meant: str, tmp_p
         assert _import_flashinfer("~/x", HOME=str(tmp_path)).stdout.startswith(f"{tmp_path}/x/.cache/flashinfer/")
 
 
-def test_import_with_an_unwritable_cache_says_what_to_do(tmp_path: object) -> None:
+def test_import_with_an_unwritable_cache_reports_what_to_do(tmp_path: object) -> None:
     path = f"{tmp_path}/file"
     open(path, "w").close()
     result = _import_flashinfer(path, FLASHINFER_CUDA_ARCH_LIST="12.1a")

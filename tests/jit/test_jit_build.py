@@ -157,8 +157,8 @@ def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(
     assert project.build().compiled == ["b.o"]
     assert project.calls() == ["b.cu"]
     assert plan.library.read_bytes() == good
-    told = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]
-    assert told == [
+    messages = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]
+    assert messages == [
         f"{plan.library.resolve()} is damaged; a build links it again",
         f"{made} is damaged; it is compiled again",
     ]
@@ -183,7 +183,7 @@ def test_damaged_objects_are_not_linked_into_a_changed_module(
     assert all(f"int {word};" in text for word in ("one", "two", "another"))
 
 
-def test_a_library_of_which_the_memo_says_nothing_new_is_read_by_a_build(
+def test_a_library_of_which_the_memo_has_nothing_new_is_read_by_a_build(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk may lose a file's content and keep its times; whoever cannot load it has it built."""
@@ -228,8 +228,8 @@ def test_another_module_that_others_can_write_to_gives_nothing(
     step = project.plan().steps[0]
     project.plan().object_path(step).chmod(0o666)
     assert replace(project, module="other").build().compiled == [step.name]
-    told = [record.getMessage() for record in jit_log.records if "is not taken for other" in record.getMessage()]
-    assert len(told) == 1 and "is writable by everybody" in told[0]
+    messages = [record.getMessage() for record in jit_log.records if "is not taken for other" in record.getMessage()]
+    assert len(messages) == 1 and "is writable by everybody" in messages[0]
 
 
 @pytest.mark.parametrize("after", ["int after;\n", None], ids=["another content", "the same again"])
@@ -239,9 +239,9 @@ def test_source_edited_while_it_is_compiled_is_compiled_again(project: Project, 
     _wait_for(lambda: "c.cu" in _calls_so_far(project), child)
     source.write_text(source.read_text() if after is None else after)
     project.write("go", "")
-    said = child.communicate(timeout=LONGEST)
-    assert child.returncode == 0, said
-    assert f"{source} was edited while demo was built; it is built again" in said[1]
+    output = child.communicate(timeout=LONGEST)
+    assert child.returncode == 0, output
+    assert f"{source} was edited while demo was built; it is built again" in output[1]
     assert project.calls() == [*ALL, "c.cu"]
     assert project.fresh
     assert (after or "int before;") in project.plan().library.read_text()
@@ -379,22 +379,23 @@ def _compilers_of(project: Project) -> list[int]:
     return found
 
 
-def test_interrupted_build_frees_the_lock_ends_its_compilers_and_says_what_stays(project: Project) -> None:
+def test_interrupted_build_frees_the_lock_ends_its_compilers_and_reports_what_stays(project: Project) -> None:
     project.write("c.cu", "// fake: wait\nint c;\n")
     child = project.start()
     _wait_for(lambda: project.plan().log.is_file() and project.plan().log.read_text().count("\n[") == 2, child)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=LONGEST)
+    _, output = child.communicate(timeout=LONGEST)
     assert child.returncode == -signal.SIGINT
-    assert said.splitlines()[-1] == (
-        "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from there"
+    assert output.splitlines()[-1] == (
+        "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from "
+        "there"
     )
     assert not _compilers_of(project)
     project.write("c.cu", "int c;\n")
     assert project.build().compiled == ["c.o"]
 
 
-def test_waiting_for_another_process_is_said(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_another_process_is_reported(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
     path = project.plan().lock_path
     path.parent.mkdir(parents=True)
     holder = os.open(path, os.O_CREAT | os.O_RDWR)
@@ -534,11 +535,11 @@ def test_log_and_progress(
         "demo [4/4] demo.so",
         "demo is built",
     ]
-    told = [record.getMessage() for record in jit_log.records if record.levelno >= logging.INFO]
-    assert told == [lines[0], lines[-1]]  # it took no ten seconds
+    messages = [record.getMessage() for record in jit_log.records if record.levelno >= logging.INFO]
+    assert messages == [lines[0], lines[-1]]  # it took no ten seconds
 
 
-def test_a_line_of_progress_is_told_from_the_tenth_second_on(
+def test_a_line_of_progress_is_logged_from_the_tenth_second_on(
     monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
 ) -> None:
     """Since the last one that was told."""
@@ -548,17 +549,17 @@ def test_a_line_of_progress_is_told_from_the_tenth_second_on(
     for done, seconds in enumerate((9.999, 0.001, 9.999, 0.001, 25.0, 1.0), 1):
         now[0] += seconds
         progress.tell(done, 6, "a.o")
-    told = [record.getMessage() for record in jit_log.records if record.levelno == logging.INFO]
-    assert told == ["demo [2/6] a.o", "demo [4/6] a.o", "demo [5/6] a.o"]
+    messages = [record.getMessage() for record in jit_log.records if record.levelno == logging.INFO]
+    assert messages == ["demo [2/6] a.o", "demo [4/6] a.o", "demo [5/6] a.o"]
 
 
 SPILLS = "// fake: say ptxas warning : Local memory used for function '_Z1kPi', size of stack frame: {} bytes\n"
 
 
-def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
-    """One line with the compiler, the objects and the remedy; also after a build that compiled others, or nothing."""
+def test_spills_are_reported_until_they_are_gone(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
+    """One line with the compiler, the objects and the fix; also after a build that compiled others, or nothing."""
 
-    def told() -> list[str]:
+    def messages() -> list[str]:
         lines = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]
         jit_log.clear()
         return lines
@@ -568,26 +569,27 @@ def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.L
     project.write("c.cu", "// fake: fail no such thing\n")
     with pytest.raises(JitBuildError, match="no such thing"):
         project.build(max_jobs=1)
-    assert told() == []
+    assert messages() == []
     project.write("c.cu", "int c;\n")
     project.build()
-    (line,) = told()
+    (line,) = messages()
     assert line.startswith("demo works, but more slowly than it should: nvcc 13.0.1 spills registers to memory in ")
     assert "in a.o (16 bytes a thread), b.o (24 bytes a thread). nvcc 13.0 to 13.5, without flags of your own, " in line
     assert line.endswith(
-        f"does not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
+        "does not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: "
+        f"{toolchain.PIP_COMMAND}"
     )
     assert project.build().compiled == []
-    assert told() == [line]
+    assert messages() == [line]
     project.write("c.cu", "int c2;\n")
     assert project.build().compiled == ["c.o"]
-    assert told() == [line]
+    assert messages() == [line]
     project.write("a.cu", "int a;\n")
     project.build()
-    assert "in b.o (24 bytes a thread). nvcc" in told()[0]
+    assert "in b.o (24 bytes a thread). nvcc" in messages()[0]
     project.names.remove("b")
     project.build()
-    assert told() == []
+    assert messages() == []
     project.write("a.cu", SPILLS.format(8))
     project.write("c.cu", "// fake: fail no such thing\n")
     with pytest.raises(JitBuildError, match="no such thing"):
@@ -595,7 +597,7 @@ def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.L
     project.write("a.cu", "int a;\n")
     project.write("c.cu", "int c2;\n")
     project.build()
-    assert told() == []
+    assert messages() == []
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"a.o": "16"}'])

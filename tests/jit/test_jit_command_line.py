@@ -43,14 +43,14 @@ def test_modules_are_listed(tmp_path: Path) -> None:
 def test_only_what_compiles_needs_a_compiler(tmp_path: Path) -> None:
     """The rest says in a line what is missing."""
     none = str(tmp_path / "none")
-    said = {
+    message = {
         "--help": "sm12x-build",
         "sm12x-plan": "stream_bf16_m8",
         "collect-env": "torch.version.cuda",
         "list-modules": "fused_moe_120 - Not Compiled",
         "clear-cache": "Cache cleared",
     }
-    for argument, text in said.items():
+    for argument, text in message.items():
         done = run_python(["-m", "flashinfer", argument], tmp_path, CUDA_HOME=none)
         assert (done.returncode, text in done.stdout, "Traceback" in done.stderr) == (0, True, False), done
     for argument in ("sm12x-build", "sm12x-instances", "export-compile-commands"):
@@ -61,7 +61,7 @@ def test_only_what_compiles_needs_a_compiler(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-def test_report_says_that_the_module_is_not_built(workspace: Path) -> None:
+def test_report_reports_that_the_module_is_not_built(workspace: Path) -> None:
     for arguments in ([], ["--all"]):
         shown = _invoke("sm12x-instances", *arguments)
         assert shown.exit_code == 1
@@ -89,12 +89,12 @@ def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.Monk
 
 @needs_nvcc
 def test_the_doctor_wants_what_sm12x_build_builds(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(questions, "tell", lambda **facts: told.update(facts))
+    answers: dict[str, Any] = {}
+    monkeypatch.setattr(questions, "tell", lambda **facts: answers.update(facts))
     questions.ask_modules()
-    wanted = [name for name, fact in told.items() if name.startswith("module ") and fact["by_default"]]
+    wanted = [name for name, fact in answers.items() if name.startswith("module ") and fact["by_default"]]
     assert wanted == [f"module {spec.name}" for spec in command_line._sm12x_specs(False)]
-    assert len([name for name in told if name.startswith("module ")]) == len(modules.gen_operator_modules())
+    assert len([name for name in answers if name.startswith("module ")]) == len(modules.gen_operator_modules())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -139,8 +139,8 @@ def test_output_that_cannot_be_written_is_a_line(where: str, monkeypatch: pytest
         with suppress(OSError):
             full.close()
     assert ended.value.code == 1
-    said = capfd.readouterr().err.splitlines()
-    assert set(said) == {"Error: the output cannot be written: No space left on device"}
+    message = capfd.readouterr().err.splitlines()
+    assert set(message) == {"Error: the output cannot be written: No space left on device"}
 
 
 def test_all_that_can_be_built_has_the_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_what_vllm_starts_with_is_built_by_upstreams_builder(monkeypatch: pytest
     assert _invoke("sm12x-build", "--vllm", "int8").exit_code == 2
 
 
-def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_reports_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         prebuilt = None
 
@@ -194,7 +194,7 @@ def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("there", "in_checkout", "on_path", "told"),
+    ("there", "in_checkout", "on_path", "answers"),
     [
         ("another", True, False, True),
         ("another", False, False, False),
@@ -204,8 +204,8 @@ def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytes
         ("", True, False, False),
     ],
 )
-def test_a_build_in_a_checkout_beside_an_installation_says_whose_modules_it_makes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str, in_checkout: bool, on_path: bool, told: bool
+def test_a_build_in_a_checkout_beside_an_installation_reports_whose_modules_it_makes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str, in_checkout: bool, on_path: bool, answers: bool
 ) -> None:
     """Python finds the checkout in the working directory, vLLM finds what is installed."""
     from flashinfer import __main__ as command
@@ -218,5 +218,5 @@ def test_a_build_in_a_checkout_beside_an_installation_says_whose_modules_it_make
     monkeypatch.setattr(command, "_sm12x_specs", lambda everything: [])
     done = _invoke("sm12x-build")
     assert done.exit_code == 0, done.output
-    said = f"this builds the modules of {REPO}, which Python found in the working directory; {tree} is installed"
-    assert (said in done.output) == told
+    message = f"this builds the modules of {REPO}, which Python found in the working directory; {tree} is installed"
+    assert (message in done.output) == answers

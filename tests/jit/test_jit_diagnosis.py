@@ -120,7 +120,8 @@ CASES = [
     (
         1,
         0,
-        "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\ncollect2: error: ld returned 1 exit status",
+        "/usr/bin/ld: x.cuda.o: file not recognized: file format not recognized\n"
+        "collect2: error: ld returned 1 exit status",
         "sm12x-cache clear --module NAME",
     ),
     (
@@ -178,10 +179,10 @@ def test_system_errors(number: int, expected: str, tmp_path: Path) -> None:
 def test_an_end_without_a_word_is_no_proof_that_memory_ran_out() -> None:
     """ninja before 1.12 does not tell the status, so a compiler that does nothing looks like one that was killed."""
     output = "FAILED: {}obj/a.o \nnvcc -c a.cu -o obj/a.o\nninja: build stopped: subcommand failed.\n"
-    name, status, said = engine._failure(1, output.format(""))
-    assert (name, said) == ("a.o", WITHOUT_A_WORD)
-    assert was_killed(status, said), "it is tried again alone"
-    hint = hint_for(status, said) or ""
+    name, status, message = engine._failure(1, output.format(""))
+    assert (name, message) == ("a.o", WITHOUT_A_WORD)
+    assert was_killed(status, message), "it is tried again alone"
+    hint = hint_for(status, message) or ""
     assert "memory ran out" in hint
     assert "--version" in hint
     assert engine._failure(1, output.format("[code=1] ")) == ("a.o", 1, "")

@@ -22,7 +22,8 @@ from flashinfer_sm12x.build.diagnosis import JitBuildError
 CLONE_NEWNS, MS_PRIVATE, MS_REC = 0x20000, 1 << 18, 1 << 14
 
 ERRORS = {
-    errno.ENOSPC: r"No space left on device: .*\nHint: .* MiB free\) is full\. Make room, or set FLASHINFER_WORKSPACE_BASE",
+    errno.ENOSPC: r"No space left on device: .*\nHint: .* MiB free\) is full\. Make room, or set "
+    r"FLASHINFER_WORKSPACE_BASE",
     errno.EDQUOT: r"Disk quota exceeded: .*\nHint: .* is full\. Make room, or set FLASHINFER_WORKSPACE_BASE",
     errno.EROFS: r"the cache cannot be written: Read-only file system: .*\nHint: set FLASHINFER_WORKSPACE_BASE",
     errno.EACCES: r"the cache cannot be written: Permission denied: .*\nHint: set FLASHINFER_WORKSPACE_BASE",
@@ -142,22 +143,22 @@ def on_a_small_disk(folder: Path, options: str, use: Callable[[], object]) -> st
                 and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
                 and libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options.encode()) == 0
             )
-            said = "" if mounted else f"nothing may be mounted here: {os.strerror(ctypes.get_errno())}"
+            problem = "" if mounted else f"nothing may be mounted here: {os.strerror(ctypes.get_errno())}"
             if mounted:
                 try:
                     use()
                 except BaseException as error:
-                    said = f"{type(error).__name__}: {error}"
-            os.write(writing, said.encode())
+                    problem = f"{type(error).__name__}: {error}"
+            os.write(writing, problem.encode())
         finally:
             os._exit(0)
     os.close(writing)
     with open(reading) as pipe:
-        said = pipe.read()
+        problem = pipe.read()
     os.waitpid(child, 0)
-    if said.startswith("nothing may be mounted"):
-        pytest.skip(said)
-    return said
+    if problem.startswith("nothing may be mounted"):
+        pytest.skip(problem)
+    return problem
 
 
 @pytest.mark.parametrize("limit", ["size={}k", "size=4m,nr_inodes={}"], ids=["bytes", "files"])

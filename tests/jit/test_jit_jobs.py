@@ -54,7 +54,7 @@ def test_one_job_may_be_asked_for(machine: None, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
-def test_unusable_max_jobs_is_ignored_and_said(
+def test_unusable_max_jobs_is_ignored_and_reported(
     value: str, machine: None, monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MAX_JOBS", value)
@@ -147,7 +147,7 @@ def test_so_many_compilers_run_at_once(project: Project, together: int) -> None:
     assert max((project.compiler.parent / "most").read_text()) == str(together)
 
 
-def test_ninja_that_does_not_work_is_an_error_with_what_it_said(
+def test_ninja_that_does_not_work_is_an_error_with_what_it_printed(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "ninja"
@@ -158,7 +158,7 @@ def test_ninja_that_does_not_work_is_an_error_with_what_it_said(
         project.build()
 
 
-def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert Path(toolchain.find_ninja()).is_file()
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")

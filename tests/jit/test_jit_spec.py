@@ -121,7 +121,8 @@ def test_debug_build_and_embedded_ptx_which_has_a_name_of_its_own(monkeypatch: p
 
 @pytest.mark.parametrize("kind", modules.MMA_KINDS)
 def test_widths_of_sums_at_their_edges(kind: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there are."""
+    """The narrowest that loses less than bfloat16's rounding, by the formula, and the narrowest and widest there
+    are."""
     monkeypatch.setattr(jit_env, "FLASHINFER_WORKSPACE_DIR", workspace)
     monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
     narrowest = modules.NARROWEST_SUM
@@ -249,7 +250,7 @@ def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
         ("the CUDA toolkit's path", "set CUDA_HOME to a link without one"),
     ],
 )
-def test_upstreams_build_says_which_path_it_does_not_quote(
+def test_upstreams_build_reports_which_path_it_does_not_quote(
     what: str, fix: str, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before ninja is started, in whose words it would be a file that is not there."""
@@ -263,8 +264,8 @@ def test_upstreams_build_says_which_path_it_does_not_quote(
     path = folder if what == "the cache path" else paths[what]
     with pytest.raises(JitBuildError) as caught:
         cpp_ext.run_ninja(folder, folder / "build.ninja", False)
-    told = f"building demo failed: {what} holds a {character}, which upstream's build files do not quote: {path}"
-    assert str(caught.value) == f"{told}\nHint: {fix}"
+    message = f"building demo failed: {what} holds a {character}, which upstream's build files do not quote: {path}"
+    assert str(caught.value) == f"{message}\nHint: {fix}"
 
 
 @needs_nvcc
@@ -338,7 +339,8 @@ def test_pip_toolkit_alone_is_enough(gxx: str, workspace: Path) -> None:
     folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
     environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
     code = (
-        "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import toolchain;"
+        "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import "
+        "toolchain;"
         f"toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});"
         "plan = modules.gen_fused_moe_module().plan;"
         "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"
@@ -452,8 +454,8 @@ def test_machine_code_is_read(workspace: Path, jit_log: pytest.LogCaptureFixture
     assert spills.local_accesses >= 65
     assert spills.stack >= 256
     assert 8 <= mma.registers <= 255
-    (told,) = (record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING)
-    assert f"src_small.o ({spills.stack} bytes a thread)" in told
+    (message,) = (record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING)
+    assert f"src_small.o ({spills.stack} bytes a thread)" in message
     assert shutil.which("c++filt") is None or "half const*" in mma.name or "__half const*" in mma.name
 
 
@@ -483,7 +485,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 @needs_nvcc
 @pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8", "nvfp4_stream_bf16_m8"])
 @pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)
-def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile(
+def test_a_row_that_differs_from_the_layout_of_shared_memory_does_not_compile(
     name: str, change: dict[str, int]
 ) -> None:
     row = INSTANCES[index_of(name)]

@@ -69,7 +69,8 @@ def test_order_of_the_places(tmp_path: Path) -> None:
 
 
 def install_wheels(site: Path, **versions: str | None) -> Path:
-    """``site/nvidia``, as pip leaves it with the pieces of a compiler of these versions; those not named are 13.0.88."""
+    """``site/nvidia``, as pip leaves it with the pieces of a compiler of these versions; those not named are
+    13.0.88."""
     wanted = dict.fromkeys(toolchain.COMPILER_WHEELS, "13.0.88") | {
         f"nvidia-{name.replace('_', '-')}": version for name, version in versions.items()
     }
@@ -233,13 +234,15 @@ CHECKOUT = {"pyproject.toml": "", "requirements-cuda.txt": ""}
     ("tree", "url", "command"),
     [
         ("a checkout", None, "pip install '{root}/a checkout[cuda]'"),
-        ("a checkout", '{{"url": "file://{root}/a%20checkout", "dir_info": {{}}}}', "pip install '{root}/a checkout[cuda]'"),
+        ("a checkout", '{{"url": "file://{root}/a%20checkout", "dir_info": {{}}}}',
+            "pip install '{root}/a checkout[cuda]'"),
         (
             "a checkout",
             '{{"url": "file://{root}/a%20checkout", "dir_info": {{"editable": true}}}}',
             "pip install -e '{root}/a checkout[cuda]'",
         ),
-        ("a checkout", '{{"url": "file:///other", "dir_info": {{"editable": true}}}}', "pip install '{root}/a checkout[cuda]'"),
+        ("a checkout", '{{"url": "file:///other", "dir_info": {{"editable": true}}}}',
+            "pip install '{root}/a checkout[cuda]'"),
         ("site", '{{"url": "file://{root}/a%20checkout", "dir_info": {{}}}}', "pip install '{root}/a checkout[cuda]'"),
         ("site", '{{"url": "file://{root}/moved", "dir_info": {{}}}}', None),
         ("site", '{{"url": "https://a.b/c.whl", "archive_info": {{}}}}', None),
@@ -389,7 +392,7 @@ def test_link_without_lib64_and_without_driver(bare_toolkit: toolchain.Toolkit, 
     assert "[libcudart.so.13]" in needed
 
 
-def test_shim_is_made_once_and_mended(bare_toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
+def test_shim_is_made_once_and_fixed(bare_toolkit: toolchain.Toolkit, tmp_path: Path) -> None:
     first = link_shim(bare_toolkit, tmp_path / "cache")
     stub = first / "libcuda.so"
     inode = stub.stat().st_ino

@@ -272,11 +272,11 @@ def test_nothing_is_loaded_or_built_in_a_cache_that_others_write_to(
     assert spec.plan.folder == spec.build_dir
 
 
-@pytest.mark.parametrize(("name", "said"), [("a$b", r"a \$,"), ("a b", "a space,")])
-def test_a_cache_that_upstreams_build_files_do_not_quote(name: str, said: str, workspace: Path) -> None:
-    said = "a space," if " " in str(workspace) else said  # the first that is found is told
+@pytest.mark.parametrize(("name", "message"), [("a$b", r"a \$,"), ("a b", "a space,")])
+def test_a_cache_that_upstreams_build_files_do_not_quote(name: str, message: str, workspace: Path) -> None:
+    message = "a space," if " " in str(workspace) else message  # the first that is found is told
     odd = workspace / name
-    with pytest.raises(JitBuildError, match=f"the cache path holds {said}"):
+    with pytest.raises(JitBuildError, match=f"the cache path holds {message}"):
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
@@ -332,9 +332,9 @@ def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeyp
     monkeypatch.setenv("TMPDIR", "/elsewhere")
     with umask(0):
         cpp_ext.run_ninja(folder, ninja_file, False)
-    said = Path((folder / "said").read_text().strip())
-    assert said.parent == folder
-    assert not said.exists()
+    message = Path((folder / "said").read_text().strip())
+    assert message.parent == folder
+    assert not message.exists()
     assert (folder / "said").stat().st_mode & 0o777 == 0o644
     assert os.environ["TMPDIR"] == "/elsewhere"
 
@@ -640,7 +640,7 @@ def test_a_pipe_in_a_modules_folder_is_named_with_what_removes_it(whose: str, na
 
 
 @pytest.mark.usefixtures("waits")
-def test_a_pipe_in_place_of_a_probes_file_is_told(workspace: Path) -> None:
+def test_a_pipe_in_place_of_a_probes_file_is_reported(workspace: Path) -> None:
     pipe = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / modules.PROBE_FILE
     pipe.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     os.mkfifo(pipe)

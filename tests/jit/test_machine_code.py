@@ -34,8 +34,8 @@ sys.exit(status)
 
 
 def embedding_ptx(generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.MonkeyPatch, folder: Path) -> JitSpecSm12x:
-    """A module as the virtual SM121 takes it, built, so that tests that run it find it; no compiler takes more memory than
-    is said to need."""
+    """A module as the virtual SM121 takes it, built, so that tests that run it find it; no compiler takes more memory
+    than is said to need."""
     monkeypatch.setenv(modules.EMBED_PTX_VARIABLE, "1")
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
     ninja, largest = folder / "ninja", folder / "largest"
@@ -47,7 +47,8 @@ def embedding_ptx(generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.Monk
     if report.compiled:
         mib = max(map(int, largest.read_text().split())) / 1024
         print(
-            f"{spec.name}: {len(report.compiled)} sources, {report.cpu_seconds:.0f} s of CPU, at most {mib:.0f} MiB a job"
+            f"{spec.name}: {len(report.compiled)} sources, {report.cpu_seconds:.0f} s of CPU, at most {mib:.0f} MiB "
+            "a job"
         )
         assert mib <= (512 if spec.name.startswith(modules.FUSED_MOE) else spec.job_memory >> 20)
     return spec
@@ -120,7 +121,7 @@ def test_arrivals_without_their_fence_are_found(compiled: Compiled, monkeypatch:
 
 
 def test_fences_stand_in_one_place() -> None:
-    """Every ``mbarrier.arrive`` of the family is one of ``ptx/sync.cuh``, and has the fence in front of it."""
+    """Every ``mbarrier.arrive`` of the family is one of ``ptx/sync.cuh``, and has the fence before it."""
     for path in sorted((fork_root() / "include" / "flashinfer").rglob("*.cuh")):
         text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
         if path.name != "sync.cuh":

@@ -28,7 +28,7 @@ from flashinfer.jit.sm12x import flags, modules, prebuilt
 from flashinfer.jit.sm12x import spec as spec_module
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.instances import HOPPER, SM12X, is_alone
-from flashinfer_sm12x.build.content_key import hash_file
+from flashinfer_sm12x.build.build_hash import hash_file
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("left", ["nothing", "folder", "module", "file"])
-def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str, lines) -> None:
+def test_where_none_is_installed_nothing_is_reported(installed: Installed, left: str, lines) -> None:
     if left == "module":  # a wheel that does not have this one
         installed.write(modules=[{**installed.entry, "name": "other"}])
     else:
@@ -177,7 +177,7 @@ def in_entry(**changes: Any) -> Callable[[Installed], None]:
     return lambda i: i.write(modules=[{**i.entry, **changes}])
 
 
-OTHER_KEY = "it was built from other sources, headers or flags: its content key"
+OTHER_HASH = "it was built from other sources, headers or flags: its build hash"
 OTHER_BYTES = "small-121a.so is missing, truncated or altered: its digest is not that of manifest.json"
 DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "truncated": (truncate, OTHER_BYTES),
@@ -197,8 +197,8 @@ DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "older TVM-FFI": (in_manifest(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
     "other platform": (in_manifest(platform="linux-x"), f"linux-x, this is platform {sysconfig.get_platform()}"),
     "other architecture": (in_entry(architectures="12.0f"), "has it for 12.0f, and 12.1a is compiled for"),
-    "other key": (in_entry(key="0" * 20), f"{OTHER_KEY} is {'0' * 20}, here it is "),
-    "key that is none": (in_entry(key=[]), f"{OTHER_KEY} is [], here it is "),
+    "other key": (in_entry(key="0" * 20), f"{OTHER_HASH} is {'0' * 20}, here it is "),
+    "key that is none": (in_entry(key=[]), f"{OTHER_HASH} is [], here it is "),
 }
 
 
@@ -221,7 +221,7 @@ def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed
     assert loaded == installed.cached
     assert answer_of(loaded) == "42"
     key = installed.entry["key"]
-    assert lines() == [f"the prebuilt small is passed over: {OTHER_KEY} is {key}, here it is {toy().content_key}"]
+    assert lines() == [f"the prebuilt small is passed over: {OTHER_HASH} is {key}, here it is {toy().build_hash}"]
 
 
 @needs_nvcc
@@ -232,7 +232,7 @@ def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkey
         monkeypatch.setenv(variable, "-DMINE")
         library, reason = prebuilt.find(toy())
         assert library is None
-        assert reason.startswith(OTHER_KEY)
+        assert reason.startswith(OTHER_HASH)
         monkeypatch.delenv(variable)
     source = toy()
     source.sources.append(source.sources[0])
@@ -249,7 +249,7 @@ def test_users_flags_count_where_a_source_is_compiled_with_them(name: str, works
     def keys() -> list[str]:
         specs = modules.gen_fused_moe_instance_module(instance), modules.gen_router_module()
         assert [".cpp" in {source.suffix for source in spec.sources} for spec in specs] == [True, False]
-        return [spec.content_key for spec in specs]
+        return [spec.build_hash for spec in specs]
 
     before = keys()
     monkeypatch.setenv(name, "-DMINE")
@@ -267,7 +267,7 @@ def install_without_building(site: Path) -> dict[str, Path]:
         library.write_text(spec.name)
         libraries[spec.name] = library
         entry = {"name": spec.name, "architectures": "12.1a", "library": library.name}
-        entries.append({**entry, "sha256": hash_file(library), "key": spec.content_key})
+        entries.append({**entry, "sha256": hash_file(library), "key": spec.build_hash})
     manifest = {**manifest_here(), "modules": entries}
     (site / prebuilt.PACKAGE / prebuilt.MANIFEST).write_text(json.dumps(manifest))
     return libraries
@@ -290,7 +290,7 @@ def test_the_modules_are_found_for_their_architecture_without_a_compiler(
     assert len(lines()) == 1
 
 
-def test_building_says_what_is_prebuilt(workspace: Path) -> None:
+def test_building_reports_what_is_prebuilt(workspace: Path) -> None:
     libraries = install_without_building(workspace / "site")
     environment = {
         **os.environ,
@@ -304,7 +304,8 @@ def test_building_says_what_is_prebuilt(workspace: Path) -> None:
     assert not list((workspace / "other").rglob("*.o"))
 
 
-# --- what upstream's wheels have ---------------------------------------------------------------------------------------
+# --- what upstream's wheels have
+# ---------------------------------------------------------------------------------------
 
 
 PROVIDER = """
@@ -361,21 +362,21 @@ def test_a_key_is_the_same_in_another_place_and_without_a_compiler(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And another one where a header of this tree or of the wheel is another, and not where a test is."""
-    keys = [modules.gen_decode_module().content_key]
+    hashes = [modules.gen_decode_module().build_hash]
     no_compiler(monkeypatch)
     monkeypatch.setenv("PATH", "")
     use_cache(workspace / "moved", monkeypatch)
-    keys.append(modules.gen_decode_module().content_key)
+    hashes.append(modules.gen_decode_module().build_hash)
     tree, wheel = workspace / "tree", workspace / "wheel"
     for folder in ("include", "csrc"):
         shutil.copytree(REPO / folder, tree / folder)
     for module in (modules, spec_module):
         monkeypatch.setattr(module, "fork_root", lambda: tree)
-    keys.append(modules.gen_decode_module().content_key)
+    hashes.append(modules.gen_decode_module().build_hash)
     (tree / "tests").mkdir()
     (tree / "tests" / "unrelated.h").write_text("int x;")
-    keys.append(modules.gen_decode_module().content_key)
-    assert len(set(keys)) == 1
+    hashes.append(modules.gen_decode_module().build_hash)
+    assert len(set(hashes)) == 1
     headers = wheel / "data" / "csrc"
     headers.mkdir(parents=True)
     monkeypatch.setattr(spec_module, "wheel_root", lambda: wheel)
@@ -383,8 +384,8 @@ def test_a_key_is_the_same_in_another_place_and_without_a_compiler(
     for header in (tree / "include/flashinfer/sm12x/types.h", headers / "tvm_ffi_utils.h"):
         for text in ("int one;\n", "int two;\n"):
             header.write_text(text)
-            keys.append(modules.gen_decode_module().content_key)
-    assert len(set(keys)) == 5
+            hashes.append(modules.gen_decode_module().build_hash)
+    assert len(set(hashes)) == 5
 
 
 @needs_nvcc
@@ -451,7 +452,7 @@ def test_a_wheel_is_packed_and_pip_installs_it_by_its_hash(tool: ModuleType, tmp
 def test_a_library_for_a_wheel_is_linked_for_other_machines_and_compiled_the_same(workspace: Path) -> None:
     mine = small_spec(workspace)
     wheels = dataclasses.replace(mine, for_wheel=True)
-    assert wheels.content_key == mine.content_key
+    assert wheels.build_hash == mine.build_hash
     assert [step.flags for step in wheels.plan.steps] == [step.flags for step in mine.plan.steps]
     folders = f"$ORIGIN/../nvidia/cu{cpp_ext.find_toolkit().version.major}/lib:/usr/local/cuda/lib64"
     assert {f"-Wl,-rpath,{folders}", "-Wl,--strip-all"} <= {*wheels.plan.link_flags}
@@ -461,15 +462,15 @@ def test_a_library_for_a_wheel_is_linked_for_other_machines_and_compiled_the_sam
 @pytest.mark.parametrize("place", ["flags.of_source", "flags.cuda_flags", "core.common_nvcc_flags"])
 def test_a_flag_counts_wherever_it_is_added(place: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the library of the cache as for the prebuilt one: both have their flags from one place."""
-    before = modules.gen_router_module().content_key
+    before = modules.gen_router_module().build_hash
     owner = core if place.startswith("core") else flags
     name = place.partition(".")[2]
     there = getattr(owner, name)
     monkeypatch.setattr(owner, name, [*there, "-Dmore"] if owner is core else lambda *given: [*there(*given), "-Dmore"])
-    assert modules.gen_router_module().content_key != before
+    assert modules.gen_router_module().build_hash != before
 
 
-def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_without_the_cross_compiler_it_reports_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(tool.WheelError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
@@ -480,7 +481,7 @@ def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tm
     assert "CUDA_HOME" not in own or own["CUDA_HOME"] == os.environ["CUDA_HOME"]
 
 
-def test_what_is_missing_for_one_processor_is_told_before_another_is_compiled_for(
+def test_what_is_missing_for_one_processor_is_reported_before_another_is_compiled_for(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")

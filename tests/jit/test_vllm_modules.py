@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sm12x-build --vllm`` makes the modules of upstream's that vLLM's calls load: the calls are upstream's own functions."""
+"""``sm12x-build --vllm`` makes the modules of upstream's that vLLM's calls load: the calls are upstream's own
+functions."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_the_modules_are_those_that_vllms_calls_load(
     pages = torch.zeros(8, 8, 16, 128, dtype=BF16).to(kv_cache)
     for window in (-1, 127):
         found: list[Any] = []
-        with pytest.raises(Asked) as told:
+        with pytest.raises(Asked) as raised:
             decode._upstream.xqa_batch_decode_with_kv_cache(
                 query=torch.zeros(1, 64, 64, dtype=BF16),
                 kv_cache=pages.split(64, -1),
@@ -87,8 +88,8 @@ def test_the_modules_are_those_that_vllms_calls_load(
                 kv_layout="HND",
                 enable_pdl=False,
             )
-        found.append(lambda told=told: gen_xqa_module(*told.value.args[0], **told.value.args[1]))
-        with pytest.raises(Asked) as told:
+        found.append(lambda raised=raised: gen_xqa_module(*raised.value.args[0], **raised.value.args[1]))
+        with pytest.raises(Asked) as raised:
             attention.BatchAttentionWithAttentionSinkWrapper(
                 torch.zeros(1 << 20, dtype=torch.uint8),
                 "HND",
@@ -99,7 +100,9 @@ def test_the_modules_are_those_that_vllms_calls_load(
                 head_dim_vo=64,
                 window_left=window,
             )
-        found.append(lambda told=told: gen_customize_batch_prefill_module(*told.value.args[0], **told.value.args[1]))
+        found.append(
+            lambda raised=raised: gen_customize_batch_prefill_module(*raised.value.args[0], **raised.value.args[1])
+        )
         for generate in found:
             theirs = generate()
             ours = made.pop(theirs.name)
@@ -161,13 +164,13 @@ def test_what_was_built_beforehand_is_not_compiled_by_the_start(
     env = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
     done = run_python("-c", BUILT_THEN_LOADED, str(tmp_path), path=[REPO, site_packages], env=env)
     assert done.stdout == "three is a Spec; build_jit_specs compiles modules by nvcc only\n"
-    told = [line.partition("flashinfer.jit: ")[2] for line in done.stderr.splitlines()]
-    assert told.pop(0).startswith("building 2 modules of upstream's, 4 steps, ")
-    assert [line.rpartition(" ")[0] for line in told] == [
-        f"upstream's modules [{step}/4] {line.split('] ')[1].split(':')[0]}:" for step, line in enumerate(told, 1)
+    raised = [line.partition("flashinfer.jit: ")[2] for line in done.stderr.splitlines()]
+    assert raised.pop(0).startswith("building 2 modules of upstream's, 4 steps, ")
+    assert [line.rpartition(" ")[0] for line in raised] == [
+        f"upstream's modules [{step}/4] {line.split('] ')[1].split(':')[0]}:" for step, line in enumerate(raised, 1)
     ]
     files = ["one: one.so", "two: two.so", *(f"{name}: {tmp_path.name}_{name}.cuda.o" for name in ("one", "two"))]
-    assert sorted(line.split("] ")[1] for line in told) == sorted(files)
+    assert sorted(line.split("] ")[1] for line in raised) == sorted(files)
 
 
 NINJA_FILE = """
@@ -190,7 +193,7 @@ def ninja_file(folder: Path, compiler: str) -> Path:
 
 
 @pytest.mark.usefixtures("upstream_builds_here")
-def test_a_build_of_upstreams_is_told_while_it_goes_on(
+def test_a_build_of_upstreams_is_reported_while_it_goes_on(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's start may compile one, too."""
@@ -205,9 +208,9 @@ def test_a_build_of_upstreams_is_told_while_it_goes_on(
     clock = itertools.count(0, 6).__next__  # three steps in 18 s, and a clock that is read once for each
     monkeypatch.setattr(engine.time, "monotonic", clock)
     cpp_ext.run_ninja(folder, file, False)
-    told = [(record.levelno, record.getMessage()) for record in jit_log.records]
-    assert [message for _, message in told] == [f"demo [{done}/{total}] {name}" for done, total, name in steps]
-    assert [level for level, _ in told] == [logging.DEBUG, logging.INFO, logging.DEBUG]
+    raised = [(record.levelno, record.getMessage()) for record in jit_log.records]
+    assert [message for _, message in raised] == [f"demo [{done}/{total}] {name}" for done, total, name in steps]
+    assert [level for level, _ in raised] == [logging.DEBUG, logging.INFO, logging.DEBUG]
 
 
 @pytest.mark.parametrize("verbose", [False, True])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheels of prebuilt kernels, whole: made, compared, installed where there is no compiler, run, and run on aarch64.
 
-``make test-kernels``; not part of ``make test``, since compiling for two processors and two architectures takes a quarter
-of an hour of two cores the first time. Needs what docs/evidence.md lists.
+``make test-kernels``; not part of ``make test``, since compiling for two processors and two architectures takes a
+quarter of an hour of two cores the first time. Needs what docs/evidence.md lists.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
         assert sorted(libraries) == sorted([*SHIPPED, ("121a", "fused_moe_120_ptx")])
         shipped = sum(libraries[each].stat().st_size for each in SHIPPED) / (1 << 20)
         say(
-            f"{processor}: wheel {wheels[processor].stat().st_size / (1 << 20):.1f} MiB, shipped libraries {shipped:.1f} MiB"
+            f"{processor}: wheel {wheels[processor].stat().st_size / (1 << 20):.1f} MiB, shipped libraries "
+            f"{shipped:.1f} MiB"
         )
         for library in libraries.values():
             header = run("readelf", "--file-header", library).stdout

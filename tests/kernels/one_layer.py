@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One MoE layer on the virtual SM121 by the installed wheel's module; run by check_wheels.py in an environment of its own.
+"""One MoE layer on the virtual SM121 by the installed wheel's module; run by check_wheels.py in an environment of its
+own.
 
     one_layer.py FOLDER SITE
 
-Checks the layer against the float64 reference, that the module is the one in SITE and that nothing was built, and writes
-``call``, ``output`` and ``launches.json`` into FOLDER for the same call on another processor (replay.cpp).
+Checks the layer against the float64 reference, that the module is the one in SITE and that nothing was built, and
+writes ``call``, ``output`` and ``launches.json`` into FOLDER for the same call on another processor (replay.cpp).
 """
 
 from __future__ import annotations

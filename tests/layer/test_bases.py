@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tested version of the wheel: the tests of this folder over each, and what packages and prebuilt kernels ask of them."""
+"""Every tested version of the wheel: the tests of this folder over each, and what packages and prebuilt kernels ask of
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over a wheel that was not tested, and with ``FLASHINFER_SM12X_MOE=0``, flashinfer is upstream's as if there were no fork."""
+"""Over a wheel that was not tested, and with ``FLASHINFER_SM12X_MOE=0``, flashinfer is upstream's as if there were no
+fork."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ import importlib, json, pickle, pkgutil, sys
 from importlib import resources
 import flashinfer, flashinfer.ops.core as core
 print(json.dumps({
-    "about": [str(getattr(flashinfer, name)) for name in ("__file__", "__path__", "__doc__", "__cached__", "__package__")],
+    "about": [str(getattr(flashinfer, name)) for name in
+              ("__file__", "__path__", "__doc__", "__cached__", "__package__")],
     "spec": {name: str(value) for name, value in vars(flashinfer.__spec__).items() if name != "loader"},
     "loader": [type(flashinfer.__loader__).__name__, flashinfer.__loader__ is flashinfer.__spec__.loader],
     "names": sorted(vars(flashinfer)),
-    "modules": sorted((name, module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "flashinfer"),
+    "modules": sorted((name, module.__file__) for name, module in sys.modules.items()
+                      if name.partition(".")[0] == "flashinfer"),
     "found": importlib.util.find_spec("flashinfer.ops").origin,
     "listed": sorted(module.name for module in pkgutil.walk_packages(flashinfer.__path__, "flashinfer.")),
     "resource": str(resources.files("flashinfer") / "table.json"), "data": str(core.DATA),
@@ -48,8 +51,10 @@ def warning(version: str, site: Path, python: Path | str = sys.executable) -> st
     from flashinfer_sm12x.versions import TESTED_VERSIONS, __fork_version__
 
     return (
-        f"flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: flashinfer-python {version} in "
-        f"{site} is none that flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)}). For this "
+        "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: flashinfer-python "
+        f"{version} in "
+        f"{site} is none that flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)}). "
+        "For this "
         f'fork\'s kernels: "{python}" -m pip install --force-reinstall --no-deps '
         f'"flashinfer-python=={TESTED_VERSIONS[0]}", unless other packages need the one that is there; then a newer '
         "flashinfer-sm12x may serve it\n"
@@ -67,7 +72,7 @@ def test_a_wheel_that_was_not_tested_is_as_without_the_fork(
     assert layered.stderr == warning(version, wheel)  # once, although it is imported twice
 
 
-def test_0_is_as_without_the_fork_over_a_tested_wheel_too_and_says_nothing(
+def test_0_is_as_without_the_fork_over_a_tested_wheel_too_and_logs_nothing(
     run_python: Run, fork: Path, tmp_path: Path
 ) -> None:
     wheel = write_wheel(tmp_path / "wheel", FILES)
@@ -83,7 +88,8 @@ def test_reload(run_python: Run, fork: Path, tmp_path: Path) -> None:
     code = """if True:
         import importlib, flashinfer.ops
         first = {**vars(flashinfer)}
-        print(importlib.reload(flashinfer) is flashinfer, {n for n in vars(flashinfer) if first.get(n) != getattr(flashinfer, n)})
+        again = importlib.reload(flashinfer)
+        print(again is flashinfer, {n for n in vars(flashinfer) if first.get(n) != getattr(flashinfer, n)})
         print(flashinfer.__file__, set(first) ^ set(vars(flashinfer)))
     """
     done = run_python("-c", code, path=[fork, wheel], bare=True)
@@ -163,7 +169,10 @@ def test_where_upstream_itself_fails_it_fails_as_without_the_fork_and_may_be_tri
 
 
 def test_a_thread_waits_until_upstreams_package_is_imported(run_python: Run, fork: Path, tmp_path: Path) -> None:
-    slow = "import threading, time\nthreading.Thread(target=__import__, args=('other',)).start()\ntime.sleep(0.5)\nLATE = 1\n"
+    slow = (
+        "import threading, time\nthreading.Thread(target=__import__, args=('other',)).start()\ntime.sleep(0.5)\n"
+        "LATE = 1\n"
+    )
     wheel = write_wheel(tmp_path / "wheel", {"__init__.py": slow}, UNTESTED)
     write_tree(wheel, {"other.py": "import flashinfer\nprint(flashinfer.LATE)\n"})
     assert run_python("-c", "import flashinfer", path=[fork, wheel], bare=True).stdout == "1\n"
@@ -196,13 +205,16 @@ def test_the_real_wheel_under_another_version(run_python: Run, python: Path, tmp
 
 
 def test_b12x_over_the_real_wheel_finds_its_code(run_python: Run, python: Path) -> None:
-    code = "import b12x, b12x._lib.compile_plan as m; print(b12x.__file__, m.__file__, b12x.__path__, hasattr(b12x, 'OpMeta'))"
+    code = (
+        "import b12x, b12x._lib.compile_plan as m; print(b12x.__file__, m.__file__, b12x.__path__, hasattr(b12x, "
+        "'OpMeta'))"
+    )
     found = [run_python("-c", code, path=path, python=python).stdout for path in ([REPO], [])]
     assert found[0] == found[1]
     assert str(OURS) not in found[0]
 
 
-def test_the_doctor_over_the_real_wheel_runs_and_says_it(run_python: Run, python: Path) -> None:
+def test_the_doctor_over_the_real_wheel_runs_and_reports_it(run_python: Run, python: Path) -> None:
     words = ("-m", "flashinfer", "sm12x-doctor", "--json")
     done = run_python(*words, path=[REPO], python=python, check=False)
     finding = json.loads(done.stdout)["findings"][0]

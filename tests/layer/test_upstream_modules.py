@@ -3,7 +3,7 @@
 
 Two interpreters import every module in the same order, one from the plain wheel, one through the layer. If upstream
 cannot import a module here (an optional package is absent), the layer must fail with the same error, or succeed if this
-fork mends the cause. If upstream can, no public name may be lost.
+fork fixes the cause. If upstream can, no public name may be lost.
 """
 
 from __future__ import annotations

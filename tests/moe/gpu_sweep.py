@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_block_scaled`` over formats, instances and shapes, on a GPU.
+"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_block_scaled`` over formats, instances and shapes, on a
+GPU.
 
 Needs no pytest, so that it can run under ``compute-sanitizer``::
 
@@ -290,8 +291,8 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
 
 
 def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> int:
-    """What a decode step adds, random: experts chosen by logits, kept counters, norms, and what is read ahead; the number of
-    runs, raises on a violation.
+    """What a decode step adds, random: experts chosen by logits, kept counters, norms, and what is read ahead; the
+    number of runs, raises on a violation.
     """
     begin, runs = time.time(), 0
     device = torch.device("cuda", torch.cuda.current_device())
@@ -319,7 +320,7 @@ def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> i
         unit = torch.eye(case.num_experts, dtype=torch.bfloat16, device=device)
         routed = router_top_k(logits.bfloat16(), unit, case.top_k, is_padding=padding)
         scales, ids = routed.topk_weights, routed.topk_ids
-        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen in front of the layer, by torch's softmax
+        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen before the layer, by torch's softmax
             scales, chosen = choose_experts(logits, case.top_k, padding)
             assert torch.equal(chosen, ids), f"a step's {case}, seed {seed}: other experts"
         wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=scales, **arguments)
@@ -488,8 +489,10 @@ def main(argv: list[str] | None = None) -> int:
             failures += 1
             print(f"FAILED {error}", flush=True)
     print(
-        f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs {dict(ran)}, "
-        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs "
+        f"{dict(ran)}, "
+        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} cases failed, "
+        f"at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 

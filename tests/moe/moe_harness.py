@@ -25,8 +25,8 @@ class Outcome:
 
 
 def tactics_to_force(case: MoECase, device: torch.device, table: Iterable[Instance] = SM12X) -> list[list[int] | None]:
-    """``profile_ids`` for :func:`check_case`: the default and, on a GPU, each instance of ``table`` that takes the case, for
-    both GEMMs."""
+    """``profile_ids`` for :func:`check_case`: the default and, on a GPU, each instance of ``table`` that takes the
+    case, for both GEMMs."""
     if device.type == "cpu":
         return [None]
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter

@@ -75,7 +75,7 @@ def test_relu2_is_the_square_of_what_is_above_zero(device: torch.device) -> None
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS, ids=str)
 def test_what_is_no_number_passes_relu2(mode: int, weights: str, device: torch.device) -> None:
-    """A NaN of an up row is NaN behind it, and changes no other output."""
+    """A NaN of an up row is NaN after it, and changes no other output."""
     case = MoECase(7, 160, 96, 4, 2, mode, relu2=True, weights=weights)
     print("seeds", 48, 49)
     made = moe_inputs_with_not_numbers(make_moe_inputs(case, 48, device), 49)

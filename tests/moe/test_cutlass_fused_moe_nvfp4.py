@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cutlass_fused_moe`` with NVFP4 weights and bfloat16 activations against the float64 reference, on the CPU and on a GPU.
+"""``cutlass_fused_moe`` with NVFP4 weights and bfloat16 activations against the float64 reference, on the CPU and on a
+GPU.
 
 On a GPU every instance that takes the layer is forced as well.
 """

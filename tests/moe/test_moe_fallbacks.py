@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way in which a MoE call may get its tactics and workspace, crossed with every form of the call.
 
-A backend that records stands in for the kernels; what each call launches is compared with :func:`expected`, which knows a
-GB10's choices by their names.
+A backend that records stands in for the kernels; what each call launches is compared with :func:`expected`, which knows
+a GB10's choices by their names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NVFP4 = ((6, "nvfp4_bf16_m8_k128"), (28, "nvfp4_bf16_m32_k128"), (64, "nvfp4_bf1
 
 
 class Kind(NamedTuple):
-    """A mode: its number for a call and for a launch, its stream, its pairs, and two of them that are not the planner's here."""
+    """A mode: its number for a call and for a launch, its stream, its pairs, and two of them that are not the planner's
+    here."""
 
     mode: int
     stream: str
@@ -295,7 +296,7 @@ def test_a_call_launches_what_its_form_and_way_say(way: Way, kind: Kind, module:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_no_way_is_remembered_for_the_next_call(kind: Kind, module: RecordingModule, tuned: Any) -> None:
-    """One device, each way behind another, in one order and back."""
+    """One device, each way after another, in one order and back."""
     for way, form in itertools.product((*WAYS.values(), *reversed(WAYS.values())), (FORMS[0], FORMS[18], FORMS[75])):
         wanted = expected(kind, form, way)
         if wanted.refused:
@@ -409,10 +410,10 @@ def test_a_refused_call_launches_nothing(
     moe_step(**given)
     module.launches.clear()
     asked.clear()
-    with pytest.raises((ValueError, TypeError)) as told:
+    with pytest.raises((ValueError, TypeError)) as raised:
         moe_step(**given | change)
     name = next(iter(change))
-    assert name in str(told.value)
+    assert name in str(raised.value)
     assert module.launches == [] and asked == []
 
 

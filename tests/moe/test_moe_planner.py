@@ -83,7 +83,8 @@ GPUS = [(48, 2.418, True)] + [
 
 
 def modelled(layer: MoELayer, tokens: int, row: Instance, gpu: tuple[int, float, bool], bf16_flops: int = 512) -> float:
-    """Microseconds by a tactic's counts on the virtual SM121; a card has 9.5 GB/s of sustained DRAM reads for each SM, as sold."""
+    """Microseconds by a tactic's counts on the virtual SM121; a card has 9.5 GB/s of sustained DRAM reads for each SM,
+    as sold."""
     sms, gigahertz, unified = gpu
     rates = gb10.Rates(gb10.MIDDLE.dram_gb_per_second if unified else 9.5 * sms, bf16_flops)
     others = gb10.CYCLES / (1e3 * gigahertz * sms)

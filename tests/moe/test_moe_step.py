@@ -58,7 +58,8 @@ def test_the_layer_chooses_as_the_router_does(
         wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=weights, **arguments)
         for given in (None, barrier, barrier):  # the counters' second use behind the first
             got = moe_step(router_logits=logits, top_k=top_k, is_padding=is_padding, barrier=given, **arguments)
-            # The kernel's softmax is not torch's to the last bit; test_virtual_step.py has the router's, which is the same.
+            # The kernel's softmax is not torch's to the last bit; test_virtual_step.py has the router's, which is the
+            # same.
             near = 0.0 if device.type == "cpu" else 2.0**-7
             assert torch.allclose(got.float().nan_to_num(7.0), wanted.float().nan_to_num(7.0), rtol=near, atol=near)
         got = moe_step(token_selected_experts=ids, token_final_scales=weights, barrier=barrier, **arguments)
@@ -92,7 +93,8 @@ def test_logits_are_the_routers(device: torch.device, tokens: int) -> None:
         ({"token_final_scales": torch.zeros(3, 2)}, "must be None beside them"),
         ({"token_selected_experts": torch.zeros(3, 2, dtype=torch.int32)}, "must be None beside them"),
         ({"router_logits": None}, "token_selected_experts"),
-        ({"router_logits": None, "token_selected_experts": torch.zeros(3, 2, dtype=torch.int32)}, "top_k is 2; it belongs to"),
+        ({"router_logits": None, "token_selected_experts": torch.zeros(3, 2, dtype=torch.int32)},
+            "top_k is 2; it belongs to"),
         ({"fc1_bias": torch.zeros(8, 128)}, "fc1_bias is no argument"),
         ({"cluster_size": 2}, "cluster_size is 2"),
         ({"backend": "b12x"}, "backend is 'b12x'"),
@@ -145,7 +147,8 @@ def test_a_graph_holds_it(device: torch.device, tokens: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("by", ["function", "layer"])
 def test_logits_have_at_most_512_experts_of_all_ranks(device: torch.device, ranks: int, by: str) -> None:
-    """More are refused before any launch, on each backend; ids of more experts are taken, where these have several ranks."""
+    """More are refused before any launch, on each backend; ids of more experts are taken, where these have several
+    ranks."""
     for experts in (512, 514):
         if experts // ranks > 512:
             continue

@@ -194,7 +194,8 @@ def test_pairs_with_a_tactic_that_computes_the_layer() -> None:
     for first in (one, -1):
         with pytest.raises(
             ValueError,
-            match=rf"{INSTANCES[whole].name} computes FC1 and FC2 in one launch.*\[{numbers[whole]}, {numbers[whole]}\]",
+            match=rf"{INSTANCES[whole].name} computes FC1 and FC2 in one launch.*\[{numbers[whole]}, "
+            rf"{numbers[whole]}\]",
         ):
             wanted_tactics([numbers[first], numbers[whole]], PROBLEM)
 
@@ -257,7 +258,8 @@ def test_a_call_of_many_tokens_finds_and_leaves_the_tactics_of_few(
 ) -> None:
     """As vLLM warms up: a batch of the most tokens tunes all profiles, also those whose best streams the layer.
 
-    The next layer, and the next process, find these. The largest profile's tactic serves larger batches if it takes them.
+    The next layer, and the next process, find these. The largest profile's tactic serves larger batches if it takes
+    them.
     """
     cache = tmp_path / "tactics.json"
     lines = logged(monkeypatch)

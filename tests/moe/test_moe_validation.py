@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert ids, padding and workspaces, and what may be an integer. Other bad calls: ``tests/sm12x/test_bad_calls.py``."""
+"""Expert ids, padding and workspaces, and what may be an integer. Other bad calls:
+``tests/sm12x/test_bad_calls.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one. It is of calls
-of the same dtypes and layouts, on a GPU of the same name.
+"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one. It is of
+calls of the same dtypes and layouts, on a GPU of the same name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         sm12x_launch.default_tactics.cache_clear()
-        tune._remembered.clear()
+        tune._cached.clear()
         AutoTuner.get().clear_cache()
 
     return forget
@@ -124,7 +124,7 @@ def call(
     return gemm if request.param == "grouped GEMM" else dense
 
 
-def test_a_file_holds_names_and_one_that_is_gone_is_told_and_not_used(
+def test_a_file_holds_names_and_one_that_is_gone_is_reported_and_not_used(
     call: Call, profiled: list[str], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tables' places and numbers are of one version."""

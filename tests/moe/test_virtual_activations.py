@@ -38,8 +38,9 @@ def test_swiglu_step(mode: int, streamed: bool) -> None:
         assert all(launch.clean for launch in device.launches)
 
 
-# Outputs of FC1 without gate rows: of a tile's halves the second is not there (160, 32), partly there (352, 224) or whole
-# (384); a stream's units are of one, two and four slabs (hidden 2,688, 1,248 and the others with whole units of 64).
+# Outputs of FC1 without gate rows: of a tile's halves the second is not there (160, 32), partly there (352, 224) or
+# whole (384); a stream's units are of one, two and four slabs (hidden 2,688, 1,248 and the others with whole units of
+# 64).
 RELU2 = {
     "160 rows": MoECase(9, 288, 160, 4, 2, 0, relu2=True),
     "32 rows": MoECase(40, 96, 32, 4, 2, 0, biases=False, relu2=True),

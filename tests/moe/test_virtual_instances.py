@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on.
+"""Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on.
 
-Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and intermediate
-sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that rings wrapped,
-that blocks took parts of more than one unit of work, and that units were cut between blocks.
+Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and
+intermediate sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that
+rings wrapped, that blocks took parts of more than one unit of work, and that units were cut between blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
-from virtual_devices import ALL_WATCHERS, RACES, assert_clean
+from virtual_devices import ALL_CHECKERS, RACES, assert_clean
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import blocks_of_gemms, run_moe, sm_count
 
@@ -52,7 +52,7 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-# The race watcher keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
+# The race checker keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
 # some for each kind of kernel. With this variable all tests do, which is too slow for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
@@ -66,7 +66,8 @@ WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
 FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
-# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
+# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly
+# filled.
 TOKENS = {8: 56, 16: 100, 24: 114, 32: 130, 40: 134, 64: 160, 128: 300}
 SMS_OF_TOKENS = 48  # blocks have such shares with so many SMs
 EACH_EIGHT_BIT = pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=lambda row: row.name)
@@ -94,7 +95,7 @@ WHOLE_UNITS = pytest.mark.parametrize(
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[VirtualDevice]:
     races = request.node.get_closest_marker("races") is not None or os.environ.get(RACES_VARIABLE) == "1"
-    with virtual_device("sm_121a", watch=ALL_WATCHERS if races else ALL_WATCHERS - RACES) as made:
+    with virtual_device("sm_121a", watch=ALL_CHECKERS if races else ALL_CHECKERS - RACES) as made:
         yield made
         assert_clean(made)
 
@@ -104,7 +105,7 @@ def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
 
 
 def check_moe(device: VirtualDevice, case: MoECase, seed: int, profile_ids: list[int] | None = None) -> MoEInputs:
-    """Assert that the layer keeps its bound and that no watcher reports; its experts have the format of the tactics."""
+    """Assert that the layer keeps its bound and that no checker reports; its experts have the format of the tactics."""
     print("seed", seed)
     if profile_ids:
         case = dataclasses.replace(case, weights=INSTANCES[profile_ids[0]].weights)
@@ -129,8 +130,8 @@ def layer_launch(device: VirtualDevice) -> Any:
 
 
 def assert_instance(launch: Any, instance: Instance) -> None:
-    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one token
-    tile, K blocks, warps."""
+    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one
+    token tile, K blocks, warps."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
     if instance.streamed:
         sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
@@ -140,7 +141,8 @@ def assert_instance(launch: Any, instance: Instance) -> None:
 def assert_shares(blocks: int, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
     """The blocks of a launch reuse stages, hold parts of more than one unit, and cut units between them.
 
-    Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having ``k_tiles``.
+    Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having
+    ``k_tiles``.
     """
     k_tiles = -(-k // instance.k_tile)
     units = sum(-(-rows // instance.token_tile) for rows in rows_of_experts) * row_tiles
@@ -337,8 +339,8 @@ def stream_modes() -> list[Any]:
     ]
 
 
-# K of 1, 2 and 4 groups of warps; of whole K blocks, and with one, two and three scale blocks in the last, whose linear scales
-# of tokens are no whole word; of few and of many units for each block.
+# K of 1, 2 and 4 groups of warps; of whole K blocks, and with one, two and three scale blocks in the last, whose linear
+# scales of tokens are no whole word; of few and of many units for each block.
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -364,8 +366,8 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     assert_instance(layer_launch(device), instance)
 
 
-# K beyond 3,072: of whole K blocks, and with one to three scale blocks in the last, where a stage's tail holds partial sums;
-# beside a short K that two and four groups of warps share.
+# K beyond 3,072: of whole K blocks, and with one to three scale blocks in the last, where a stage's tail holds partial
+# sums; beside a short K that two and four groups of warps share.
 @pytest.mark.parametrize("sizes", [(4096, 64), (3104, 192), (4576, 32), (64, 4608), (96, 3168)], ids=str)
 @pytest.mark.parametrize(("instance", "mode"), [each for each in stream_modes() if each.values[0] in LONG])
 def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
@@ -477,7 +479,8 @@ def test_a_streamed_layer_on_a_shard_some_of_whose_experts_have_no_row(device, i
 @pytest.mark.parametrize("instance", FOLDING, ids=lambda row: row.name)
 @pytest.mark.parametrize("exponent", [0, 126, 129, 200], ids=lambda e: f"scales from 2^{e - 127}")
 def test_any_weight_scale(device, instance, exponent):
-    """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
+    """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds
+    mix."""
     mode = 2 if instance.activation == "bf16" else 0
     inputs = make_moe_inputs(MoECase(3, 160, 96, 4, 2, mode, biases=False, swiglu_parameters=False), 640 + exponent)
     print("seed", 640 + exponent)
@@ -523,7 +526,8 @@ def test_any_scale_of_nvfp4(device, instance, low):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
-    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
+    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts
+    none."""
     case = MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled, weights=instance.weights)
     inputs = make_moe_inputs(case, 660 + mode)
     print("seeds", 660 + mode, 670)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher around the kernels, as it ships, on the virtual SM121: sizes, absent arguments, threads, refusals; and, with
-lines of it changed, the parts of its workspace, and what lies far from where its memory begins."""
+"""The launcher around the kernels, as it ships, on the virtual SM121: sizes, absent arguments, threads, refusals; and,
+with lines of it changed, the parts of its workspace, and what lies far from where its memory begins."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ GROUP_GEMM = {"tiles": [1, 128, 128, 128], "swap_ab": True, "out_dtype": None, "
 Changes = tuple[tuple[str, str, str], ...]  # a file, text that stands there once, what takes its place
 LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x"
 ARENA = f"{KERNELS}/host/tile_gemm.cuh"
-# Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit padding
-# or the next part, is then reported.
+# Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit
+# padding or the next part, is then reported.
 PARTS_APART: Changes = (
     (ARENA, "reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
     (
@@ -176,8 +176,8 @@ OF_MODES = {0: OF_A8, 1: OF_A8, 2: ("stream_bf16_m8", "bf16_m8_k128")}
 def at_limits() -> list[Any]:
     """Layers of all modes with the most pairs that a stream takes, with a token more, and with 140 tokens.
 
-    A part is as large as the largest of what modes and tactics put there: act is e4m3, packed bfloat16, or float32 as long
-    as a stream may come. Each must be full in one of these.
+    A part is as large as the largest of what modes and tactics put there: act is e4m3, packed bfloat16, or float32 as
+    long as a stream may come. Each must be full in one of these.
     """
     found = []
     for (mode, names), top_k in itertools.product(OF_MODES.items(), (1, 4)):
@@ -234,7 +234,7 @@ def sparse(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
-    """More than 2^31 elements of outputs and more than 2^32 bytes of tokens lie in front of the one group there is."""
+    """More than 2^31 elements of outputs and more than 2^32 bytes of tokens lie before the one group there is."""
     n, k, far, rows = 1024, 4096, 1 << 21, 5
     near = make_group_gemm_inputs([rows], n, k, 12)
     a, a_scale = sparse(far + rows, k), sparse(far + 128, k // 32)
@@ -277,8 +277,8 @@ ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),
 def run_far_layer(
     device: VirtualDevice, changes: Changes, inputs: MoEInputs, changed: dict[str, Any], mode: int = 0
 ) -> None:
-    """A layer by a pair of GEMMs, some of its arguments ``changed``, in a workspace that takes memory only where something
-    is written."""
+    """A layer by a pair of GEMMs, some of its arguments ``changed``, in a workspace that takes memory only where
+    something is written."""
     module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
     pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
     register_instance(device, module, pair)
@@ -292,7 +292,8 @@ def run_far_layer(
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
 def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> None:
-    """Inputs, packed ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local expert."""
+    """Inputs, packed ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local
+    expert."""
     hidden, far, tokens = 4128, 1 << 19, 5
     near = make_moe_inputs(MoECase(tokens, hidden, 32, 3, 1, mode), 13)
 

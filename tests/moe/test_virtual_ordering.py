@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a layer's launches, blocks and warps, on the virtual SM121 with every watcher on.
+"""The order of a layer's launches, blocks and warps, on the virtual SM121 with every checker on.
 
-Layers stand one behind the other, because much of what a launch must wait for is what the launch before it still does.
+Layers stand one after the other, because much of what a launch must wait for is what the launch before it still does.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 from virtual_moe import LayerCall, blocks_of_gemms, run_layers, run_moe, sm_count
 
 from flashinfer.sm12x.instances import INSTANCES
@@ -25,7 +25,7 @@ KINDS = {
 EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
 EACH_PAIR = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("pair")])
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 @EACH_KIND
@@ -65,8 +65,8 @@ def test_a_layer_is_routed_by_what_the_launch_before_it_writes(
 
 @EACH_KIND
 def test_a_shard_without_rows_does_not_outrun_its_prologue(device: VirtualDevice, tactic: int, mode: int) -> None:
-    """No block of its GEMMs has work. Unless they wait, they are complete at once, and the layer behind begins while the
-    first one's prologue is still writing."""
+    """No block of its GEMMs has work. Unless they wait, they are complete at once, and the layer behind begins while
+    the first one's prologue is still writing."""
     case = MoECase(5, 160, 96, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
     calls = [LayerCall(make_moe_inputs(case, seed), mode, tactic) for seed in (720 + tactic, 820 + tactic)]
     assert all(int(call.inputs.token_selected_experts.min()) >= 8 for call in calls)
@@ -102,7 +102,8 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
 
 @EACH_PAIR
 def test_a_tokens_sum_is_made_before_the_next_unit_takes_its_place(device: VirtualDevice, kind: str) -> None:
-    """FC2 has short, whole units, some blocks two of them: nothing else keeps a fast warp from the next one's tokens."""
+    """FC2 has short, whole units, some blocks two of them: nothing else keeps a fast warp from the next one's
+    tokens."""
     tactic, mode = KINDS[kind]
     row_tiles = sm_count(device) // 4 + 1
     inputs = make_moe_inputs(MoECase(35, 128 * row_tiles - 64, 96, 4, 2, mode), 750)

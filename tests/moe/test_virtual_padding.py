@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert id -1, which vLLM gives padding tokens, contributes nothing in the kernels: on a virtual SM121 with sums of 25 bits."""
+"""Expert id -1, which vLLM gives padding tokens, contributes nothing in the kernels: on a virtual SM121 with sums of 25
+bits."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_a_batch_of_padding_is_zeros(device: VirtualDevice, mode: int, tactic: i
 )
 @pytest.mark.parametrize(("mode", "tactic"), tactics())
 def test_padding_between_tokens(device: VirtualDevice, mode: int, tactic: int, tokens: int, rank: int | None) -> None:
-    """Whole tokens of padding, before, between and behind others, and single slots."""
+    """Whole tokens of padding, before, between and after others, and single slots."""
     seed = 820 + tactic
     print("seed", seed)
     shard = {} if rank is None else {"ep_size": 2, "ep_rank": rank}

@@ -94,5 +94,5 @@ def test_more_slots_of_a_token_than_lanes(device: VirtualDevice, row: Instance, 
 @pytest.mark.parametrize("routing", ["half on the last", "half on the first"])
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 def test_panels_of_an_expert(device: VirtualDevice, row: Instance, routing: str) -> None:
-    """An expert with more than a panel of 512 tokens, in front of others and behind them, and several row tiles."""
+    """An expert with more than a panel of 512 tokens, before others and after them, and several row tiles."""
     check(device, row, 2 * 600, 5, routing, (160, 96))

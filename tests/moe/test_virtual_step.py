@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step's experts in one launch, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""A decode step's experts in one launch, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_moe_step import layer, random_logits
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_logits, router_top_k
 from flashinfer.fused_moe.sm12x_router import choose_experts
@@ -19,7 +19,7 @@ from flashinfer.testing.virtual_device import VirtualDevice
 CPU = torch.device("cpu")
 STREAM, PACK = "streamed_layer_kernel", "moe_pack_kernel"
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def names(device: VirtualDevice, before: int) -> list[str]:

@@ -20,13 +20,13 @@ from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
 from flashinfer_sm12x.doctor.probe import arrivals, launches, layer, mma, parts, timing
 from flashinfer_sm12x.doctor.probe.target import NoTargetError, Target, find_target
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
+ALL_CHECKERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 KINDS = pytest.mark.parametrize("name", mma.KINDS)
 
 
 @pytest.fixture
 def target() -> Any:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS):
+    with virtual_device("sm_121a", watch=ALL_CHECKERS):
         yield find_target()
 
 
@@ -226,11 +226,11 @@ def test_stages_are_handed_over(target: Target, copies: bool) -> None:
 
 @COPIES
 def test_arrivals_without_a_fence_are_what_gb10_does_not_order(copies: bool) -> None:
-    """The ISA orders them, and so does the emulator: nothing is wrong but by GB10's rule, which a watcher has."""
+    """The ISA orders them, and so does the emulator: nothing is wrong but by GB10's rule, which a checker has."""
     with virtual_device("sm_121a"):
         assert arrivals.hand_over(find_target(), False, copies, 8, 1)["wrong"] == 0
     with (
-        virtual_device("sm_121a", watch=ALL_WATCHERS),
+        virtual_device("sm_121a", watch=ALL_CHECKERS),
         pytest.raises(VirtualDeviceError, match="missing arrival fence"),
     ):
         arrivals.hand_over(find_target(), False, copies, 8, 1)
@@ -274,14 +274,14 @@ def test_errors_come_before_the_launch(target: Target) -> None:
 
 def test_the_parts_tell_what_they_find() -> None:
     """All that are quick, as the doctor asks for them; nothing is timed."""
-    told: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     with virtual_device("sm_121a", accumulation_bits=13):
         for part in ("device", "dram", "mma", "sums", "launch", "order", "layer"):
-            told[part] = {}
-            parts.run(part, lambda facts=told[part], **found: facts.update(found))
+            answers[part] = {}
+            parts.run(part, lambda facts=answers[part], **found: facts.update(found))
     rates = {"bf16": [862, 1024], "f16": [862, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
-    assert json.loads(json.dumps(told)) == {
-        "device": told["device"],
+    assert json.loads(json.dumps(answers)) == {
+        "device": answers["device"],
         "dram": {"wrong": False, "predicted": [218.0, 250.0]},
         "mma": {kind: {"wrong": 0, "predicted": predicted} for kind, predicted in rates.items()},
         "sums": {"bf16": 13, "f16": 13, "mxf8f6f4": 13, "mxf4": 13, "needed": modules.NARROWEST_SUM},
@@ -293,8 +293,8 @@ def test_the_parts_tell_what_they_find() -> None:
         },
         "layer": {},
     }
-    assert told["device"]["name"] == "virtual SM121"
-    assert told["device"]["virtual"] is told["device"]["gb10"] is told["device"]["sm12x"] is True
+    assert answers["device"]["name"] == "virtual SM121"
+    assert answers["device"]["virtual"] is answers["device"]["gb10"] is answers["device"]["sm12x"] is True
 
 
 def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ def test_the_checks_read_what_the_parts_tell(gpu: Callable[..., Target], capabil
     facts: dict[str, dict[str, Any]] = {question: {} for question in questions.QUESTIONS}
     for part in PARTS:
         if not part.startswith("build"):
-            told = facts[f"probe-{part}"] = {}
-            parts.run(part, lambda told=told, **found: told.update(json.loads(json.dumps(found))))
+            answers = facts[f"probe-{part}"] = {}
+            parts.run(part, lambda answers=answers, **found: answers.update(json.loads(json.dumps(found))))
     findings = {finding.check: finding for finding in doctor.diagnose(asking.Answers(facts, {}))}
     lines = {check: findings[check] for check in PROBE_CHECKS if check in findings}
     for line in lines.values():

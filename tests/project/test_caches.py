@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process keeps from one call to the next is in a table of ``docs/development.md``, with its key, its reason and its
-end: whoever adds a cache says why the ones that are there do not do."""
+"""What a process keeps from one call to the next is in a table of ``docs/development.md``, with its key, its reason and
+its end: whoever adds a cache says why the ones that are there do not do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measure of ``scripts/compare_answers.py``: never more than the true divergence, and the true one where all is told."""
+"""The measure of ``scripts/compare_answers.py``: never more than the true divergence, and the true one where all is
+told."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import compare_answers  # noqa: E402
 VOCABULARY = 40
 
 
-def told(log_probabilities: torch.Tensor, top: int, token: int) -> Mapping[int, float]:
+def reported(log_probabilities: torch.Tensor, top: int, token: int) -> Mapping[int, float]:
     """The likeliest tokens and that of the text, in float32, as a server tells them."""
     ids = {*log_probabilities.topk(top).indices.tolist(), token}
     return {each: float(log_probabilities[each].float()) for each in ids}
@@ -39,7 +40,7 @@ def test_a_divergence_of_the_likeliest_is_at_most_the_true_one(seed: int, top: i
     p = logits.log_softmax(-1)
     q = (logits + apart * torch.randn(VOCABULARY, generator=generator).double()).log_softmax(-1)
     true = float((p.exp() * (p - q)).sum())
-    found = compare_answers.divergence(told(p, top, token), told(q, top, token))
+    found = compare_answers.divergence(reported(p, top, token), reported(q, top, token))
     # float32 log probabilities of up to some 30, and a rest that is taken to be LEAST at the least.
     slack = 30 * 2.0**-24 * 4 + compare_answers.LEAST * 15
     assert -slack <= found <= true + slack

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vocabulary: the glossary of ``docs/kernels.md`` against C++ and Python, and numbers that both languages have.
 
-A number that Python has too is a literal in both languages, ``constexpr int kName = 123;`` at the beginning of a line and
-``NAME = 123`` in a module, so that reading it needs no arithmetic. In C++ it stands beside the kernel that it describes,
-with an assertion where it follows from others: a header of all of them would be an input of every module.
+A number that Python has too is a literal in both languages, ``constexpr int kName = 123;`` at the beginning of a line
+and ``NAME = 123`` in a module, so that reading it needs no arithmetic. In C++ it stands beside the kernel that it
+describes, with an assertion where it follows from others: a header of all of them would be an input of every module.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def python() -> dict[str, Module]:
 
 
 def namesakes(cxx: Numbers, python: Mapping[str, Module]) -> Iterator[tuple[str, str, Number | None, str]]:
-    """(file, Python's constant, its number, C++'s constant of the same name); enumerators where a comment names the enum."""
+    """(file, Python's constant, its number, C++'s constant of the same name); enumerators where a comment names the
+    enum."""
     for file, module in python.items():
         theirs = [name.rpartition("__") for name in cxx]
         by_name = {
@@ -259,7 +260,8 @@ def words() -> list[Word]:
 
 
 def numbers_of(name: str, python: Mapping[str, Module]) -> list[Number] | None:
-    """What a name such as ``instances.ROW_TILE`` or ``Instance.stages`` is in Python, if there is one; it may be no number."""
+    """What a name such as ``instances.ROW_TILE`` or ``Instance.stages`` is in Python, if there is one; it may be no
+    number."""
     owner, _, last = name.partition(".")
     found = [
         module.numbers.get(last)

@@ -151,9 +151,9 @@ def test_headers_include_headers_only() -> None:
     for path in include.rglob("*.*h"):
         name = path.relative_to(include).as_posix()
         graph[name] = set()
-        for said in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            found = [place for place in (path.parent / said, include / said) if place.exists()]
-            assert found, f"{name} includes {said}, which is not in include/"
+        for included in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            found = [place for place in (path.parent / included, include / included) if place.exists()]
+            assert found, f"{name} includes {included}, which is not in include/"
             graph[name].add(found[0].resolve().relative_to(include.resolve()).as_posix())
     assert len(graph) > 20
     graphlib.TopologicalSorter(graph).prepare()

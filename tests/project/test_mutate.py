@@ -115,16 +115,16 @@ def test_every_outcome(toy: Path, tmp_path: Path) -> None:
     ]
     outcomes = mutate.run(mutations, toy, tmp_path / "work", jobs=2, limit=60)
     assert [(outcome.mutation.name, outcome.verdict) for outcome in outcomes] == [
-        ("sum", "caught"),
+        ("sum", "killed"),
         ("unchecked", "survived"),
         ("turned", "equivalent"),
-        ("not so", "caught"),
+        ("not so", "killed"),
         ("gone", "broken"),
     ]
     assert (toy / "toy.py").read_text() == TOY["toy.py"]
     first, *_, last = mutate.table(outcomes).splitlines()
-    assert re.fullmatch(r"caught +\d+ s  sum: tests/test_toy\.py::test_area", first)
-    assert last == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
+    assert re.fullmatch(r"killed +\d+ s  sum: tests/test_toy\.py::test_area", first)
+    assert last == "5 changes: 2 killed, 1 equivalent, 1 survived, 1 broken"
 
 
 def test_the_checkout_may_be_another_users(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,11 +172,11 @@ def test_a_baseline_that_did_not_run_is_none(toy: Path, tmp_path: Path, monkeypa
     [
         (0, "3 passed in 1.0s", "survived"),
         (0, "3 skipped in 1.0s", "broken"),
-        (1, "FAILED tests/a.py::test_b[x y] - AssertionError: no", "caught"),
+        (1, "FAILED tests/a.py::test_b[x y] - AssertionError: no", "killed"),
         (1, "E   flashinfer_sm12x.build.diagnosis.JitBuildError: building m failed: a.cu: error", "broken"),
         (2, "ERROR tests/a.py", "broken"),
         (4, "ERROR: not found: tests/a.py::test_c", "broken"),
-        (-9, "", "caught"),
+        (-9, "", "killed"),
     ],
 )
 def test_verdicts(code: int, text: str, verdict: str) -> None:

@@ -78,7 +78,7 @@ def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("output", "line"),
     [
         (
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
@@ -89,9 +89,11 @@ def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
         ("/usr/bin/python3: No module named pip\n", "apt-get install python3-venv"),
     ],
 )
-def test_what_pip_said_becomes_a_line_with_the_remedy(said: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pip_printed_becomes_a_line_with_the_fix(
+    output: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     tool = load_tool("create_env")
-    assert tool.fail("pip could not install", said) == 1
+    assert tool.fail("pip could not install", output) == 1
     assert re.fullmatch(rf"create_env\.py: pip could not install \(.*\): .*{line}.*\n", capsys.readouterr().err)
     assert tool.fail("pip could not install", "nobody knows\n") == 1
     assert capsys.readouterr().err == "nobody knows\ncreate_env.py: pip could not install\n"
@@ -114,7 +116,8 @@ def test_progress_is_a_line_that_moves_on_a_terminal_alone(
 
 
 def test_the_demo_runs() -> None:
-    """All of it, as ``make demo`` does once the emulator is there; what it compiles the virtual device's tests share."""
+    """All of it, as ``make demo`` does once the emulator is there; what it compiles the virtual device's tests
+    share."""
     result = subprocess.run([sys.executable, str(REPO / "tools" / "demo.py")], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     titles = re.findall(r"^([1-5])\. ", result.stdout, re.MULTILINE)

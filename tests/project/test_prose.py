@@ -79,10 +79,10 @@ def test_each_documented_server_leaves_the_host_its_memory_and_answers_this_mach
     assert {serve.file.name for serve in found} >= {"README.md", "serving.md", "demo.py"}
     assert len(found) >= 9
     for file, variables, words in found:
-        said = f"{file.relative_to(REPO)}: {variables} vllm serve {shlex.join(words)}"
-        assert option(words, "--gpu-memory-utilization") == str(SHARE), said
+        served = f"{file.relative_to(REPO)}: {variables} vllm serve {shlex.join(words)}"
+        assert option(words, "--gpu-memory-utilization") == str(SHARE), served
         if "--headless" not in words:  # it serves no requests
-            assert option(words, "--host") == "127.0.0.1", said
+            assert option(words, "--host") == "127.0.0.1", served
     sglang = [line for page in tracked("*.md") for line in code_lines(page) if "sglang.launch_server" in line]
     assert sglang
     for line in sglang:  # its own default is 127.0.0.1

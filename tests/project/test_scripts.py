@@ -60,7 +60,7 @@ def test_help_needs_nothing_of_vllm(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "gone", "said"),
+    ("line", "gone", "message"),
     [
         ("soak_server.py model", "vllm", "vllm is not installed for {python}: pip install "),
         ("soak_server.py model", "aiohttp", "aiohttp is not installed for {python}, and vLLM brings it: pip install "),
@@ -77,11 +77,11 @@ def test_help_needs_nothing_of_vllm(script: str) -> None:
         ("compare_answers.py model", "vllm", "vllm is not installed for "),
     ],
 )
-def test_what_is_missing_is_said_in_a_line(line: str, gone: str, said: str, tmp_path: Path, vllm: str) -> None:
+def test_what_is_missing_is_reported_in_a_line(line: str, gone: str, message: str, tmp_path: Path, vllm: str) -> None:
     script, *words = line.format(tmp=tmp_path).split()
     done = run("-c", WITHOUT, gone, str(REPO / "scripts" / script), *words, PYTHONPATH=vllm)
     (only,) = done.stderr.splitlines()
-    assert only.startswith(said.format(python=sys.executable))
+    assert only.startswith(message.format(python=sys.executable))
     assert done.returncode == 1
 
 
@@ -97,7 +97,7 @@ def test_what_is_missing_is_said_in_a_line(line: str, gone: str, said: str, tmp_
         "watch_server.py model",
     ],
 )
-def test_that_there_is_no_gpu_is_said_in_a_line(line: str, tmp_path: Path, vllm: str) -> None:
+def test_that_there_is_no_gpu_is_reported_in_a_line(line: str, tmp_path: Path, vllm: str) -> None:
     """And before anything is written or started."""
     script, *words = line.split()
     brought = sorted((tmp_path / "brought").iterdir())
@@ -109,7 +109,7 @@ def test_that_there_is_no_gpu_is_said_in_a_line(line: str, tmp_path: Path, vllm:
     assert (done.stdout, sorted((tmp_path / "brought").iterdir())) == ("", brought)
 
 
-def test_answers_of_a_server_that_is_not_up_are_said_in_a_line(vllm: str) -> None:
+def test_answers_of_a_server_that_is_not_up_are_reported_in_a_line(vllm: str) -> None:
     words = ("--urls", "http://127.0.0.1:9,http://127.0.0.1:9")
     done = run(str(REPO / "scripts" / "compare_answers.py"), *words, PYTHONPATH=vllm)
     (only,) = done.stderr.splitlines()
@@ -118,7 +118,7 @@ def test_answers_of_a_server_that_is_not_up_are_said_in_a_line(vllm: str) -> Non
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:8000", "8000"])
-def test_a_server_that_does_not_answer_is_said_in_a_line(url: str, vllm: str) -> None:
+def test_a_server_that_does_not_answer_is_reported_in_a_line(url: str, vllm: str) -> None:
     done = run(str(REPO / "scripts" / "compare_vllm.py"), "model", "--url", url, PYTHONPATH=vllm)
     (only,) = done.stderr.splitlines()
     assert only.startswith(f"no server is ready at {url}: ")
@@ -187,16 +187,16 @@ def test_scripts_start_servers_by_that_command_alone() -> None:
         assert text.count("vllm_server.serving(") == text.count("vllm_server.serve("), script
 
 
-def test_why_a_server_ended_while_it_started_is_said(tmp_path: Path) -> None:
+def test_why_a_server_ended_while_it_started_is_reported(tmp_path: Path) -> None:
     import vllm_server
 
-    said = """
+    message = """
         print("INFO: so far so good")
         print("(EngineCore pid=7) ERROR 11-26 21:00:00 [core.py:1] torch.OutOfMemoryError: CUDA out of memory.")
         print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed: {}")
         raise SystemExit(1)
     """
-    command = [sys.executable, "-c", textwrap.dedent(said)]
+    command = [sys.executable, "-c", textwrap.dedent(message)]
     log = tmp_path / "log"
     with (
         pytest.raises(vllm_server.ServerEnded) as ended,
@@ -208,7 +208,7 @@ def test_why_a_server_ended_while_it_started_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("random_checkpoint.py folder --layers -1", "argument --layers: '-1' is not a positive whole number"),
         ("random_checkpoint.py folder --experts 3", "--experts: 3 are fewer than the 4 of a token"),
@@ -232,18 +232,18 @@ def test_why_a_server_ended_while_it_started_is_said(tmp_path: Path) -> None:
         ("profile_decode.py --layers 0", "argument --layers: '0' is not a positive whole number"),
     ],
 )
-def test_arguments_are_refused_before_anything_starts(line: str, said: str) -> None:
+def test_arguments_are_refused_before_anything_starts(line: str, message: str) -> None:
     script, *words = line.split()
     done = run(str(REPO / "scripts" / script), *words)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"{script}: error: {said}")
+    assert done.stderr.splitlines()[-1].startswith(f"{script}: error: {message}")
 
 
 LATIN_1 = b'{"text": "caf\xe9"}\n'
 
 
 @pytest.mark.parametrize(
-    ("line", "status", "said"),
+    ("line", "status", "message"),
     [
         ("scripts/compare_answers.py model --text", 2, "{file} is not UTF-8: byte 13 is 0xe9"),
         ("scripts/watch_server.py model --replay", 1, "{file} holds no requests, one in a line: 'utf-8' codec .* 13"),
@@ -254,14 +254,14 @@ LATIN_1 = b'{"text": "caf\xe9"}\n'
         ("benchmarks/bench_cutlass_fused_moe_mxfp4.py --render", 2, "{file} is not JSON: byte 13 is not UTF-8"),
     ],
 )
-def test_a_file_that_is_not_utf_8_is_named_with_its_byte(line: str, status: int, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf_8_is_named_with_its_byte(line: str, status: int, message: str, tmp_path: Path) -> None:
     """Before a server is started or a model loaded, and in a locale in which it would be a text, too."""
     file = tmp_path / "a file.txt"
     file.write_bytes(LATIN_1)
     script, *words = line.split()
     done = run(str(REPO / script), *words, str(file), LC_ALL="C")
     assert done.returncode == status
-    assert re.search(said.format(file=re.escape(str(file))), done.stderr.splitlines()[-1]), done.stderr
+    assert re.search(message.format(file=re.escape(str(file))), done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -320,7 +320,7 @@ def test_somebody_elses_server_is_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["sm12x-build", "sm12x-instances", "show-config"])
-def test_a_bad_list_of_architectures_is_said_in_a_line(command: str) -> None:
+def test_a_bad_list_of_architectures_is_reported_in_a_line(command: str) -> None:
     done = run("-m", "flashinfer", command, FLASHINFER_CUDA_ARCH_LIST="12.1x")
     assert done.stderr.splitlines()[-1].startswith("python -m flashinfer: FLASHINFER_CUDA_ARCH_LIST: '12.1x' is not")
     assert "Traceback" not in done.stderr

@@ -44,8 +44,8 @@ def error(weight: torch.Tensor, quantized: BlockScaledWeight, form: Any, inputs:
 
 
 def by_definition(weight: torch.Tensor, gram: torch.Tensor, form: Any) -> torch.Tensor:
-    """``[n, k]`` float64: after each rounding the columns that are left are those that minimize the outputs' squared error,
-    by the normal equations."""
+    """``[n, k]`` float64: after each rounding the columns that are left are those that minimize the outputs' squared
+    error, by the normal equations."""
     k, layout = weight.shape[1], LAYOUTS[form]
     size = layout.scales.block
     damped = gram.double() / gram.diagonal().mean() + DAMPING * torch.eye(k, dtype=torch.float64)
@@ -63,7 +63,7 @@ def by_definition(weight: torch.Tensor, gram: torch.Tensor, form: Any) -> torch.
 
     while left:
         block = best_rest()[:, :size]
-        # The cost of a column's error when the rest makes up for it: the Schur complement of the columns behind it.
+        # The cost of a column's error when the rest makes up for it: the Schur complement of the columns after it.
         costs = []
         for i in range(size):
             behind = left[i + 1 :]
@@ -196,7 +196,8 @@ def test_what_cannot_be_quantized_is_named() -> None:
 
 @pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_a_gpu_gives_the_same_codes(device: torch.device, form: Any) -> None:
-    """But for values next to the middle of two: sums that differ by 1e-12 of themselves part one in a million at most."""
+    """But for values next to the middle of two: sums that differ by 1e-12 of themselves part one in a million at
+    most."""
     weight, inputs = layer(512, 512, seeded(8))
     gram = gram_of(inputs)
     here = quantize_with_feedback(weight, gram, form)

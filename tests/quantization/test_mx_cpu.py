@@ -203,7 +203,7 @@ def test_fake_tensors_leave_nothing_behind() -> None:
     """A table that was made of them would be every later call's."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mx_cpu._kept_table.cache_clear()
+    mx_cpu._cached_table.cache_clear()
     values, scales = torch.full((2, 16), 0x22, dtype=torch.uint8), torch.full((512,), 127, dtype=torch.uint8)
     with FakeTensorMode() as mode, contextlib.suppress(Exception):  # torch's: a number of theirs is asked for
         mxfp4_dequantize(mode.from_tensor(values), mode.from_tensor(scales))

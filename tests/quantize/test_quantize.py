@@ -96,7 +96,7 @@ def test_what_fills_rows_up_is_no_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("formats", [MIXED, {"qkv": "bf16", "o": "mxfp4", "lm_head": "bf16"}])
-def test_what_the_folder_says_of_itself(tmp_path: Path, formats: dict[str, str]) -> None:
+def test_what_the_folder_reports_of_itself(tmp_path: Path, formats: dict[str, str]) -> None:
     quantized(tmp_path / "f", formats)
     found = Folder(tmp_path / "f")
     kept = {kind: name for kind, name in formats.items() if name != "bf16"}
@@ -249,9 +249,9 @@ def of_another_layer(path: Path) -> None:
 
 
 def changed_manifest(path: Path, change: Any) -> None:
-    told = json.loads((path / MANIFEST).read_text())
-    change(told)
-    (path / MANIFEST).write_text(json.dumps(told))
+    message = json.loads((path / MANIFEST).read_text())
+    change(message)
+    (path / MANIFEST).write_text(json.dumps(message))
 
 
 Q, K = (f"model.layers.0.self_attn.{part}_proj" for part in "qk")
@@ -277,27 +277,30 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda path: (path / MANIFEST).write_text("[]"), r"is no manifest of .* and no JSON object"),
         (lambda path: (path / MANIFEST).write_bytes(b"\xff"), r"is no manifest of .*: it is not JSON \("),
         (
-            lambda path: changed_manifest(path, lambda told: told.update(version=2)),
+            lambda path: changed_manifest(path, lambda message: message.update(version=2)),
             r"is of another version of the fork",
         ),
-        (lambda path: changed_manifest(path, lambda told: told.pop("files")), r"is no manifest"),
-        (lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="int3")), r"is no manifest"),
-        (lambda path: changed_manifest(path, lambda told: told["formats"].update(moe="mxfp4")), r"is no manifest"),
-        (lambda path: changed_manifest(path, lambda told: told["files"].pop(FILES[1])), r"is no manifest"),
+        (lambda path: changed_manifest(path, lambda message: message.pop("files")), r"is no manifest"),
+        (lambda path: changed_manifest(path, lambda message: message["formats"].update(qkv="int3")), r"is no manifest"),
         (
-            lambda path: changed_manifest(path, lambda told: told["modules"].pop(Q)),
+            lambda path: changed_manifest(path, lambda message: message["formats"].update(moe="mxfp4")),
+            r"is no manifest",
+        ),
+        (lambda path: changed_manifest(path, lambda message: message["files"].pop(FILES[1])), r"is no manifest"),
+        (
+            lambda path: changed_manifest(path, lambda message: message["modules"].pop(Q)),
             rf"has no {Q}: it was made of another",
         ),
         (
-            lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="nvfp4")),
+            lambda path: changed_manifest(path, lambda message: message["formats"].update(qkv="nvfp4")),
             r"has no tensor 'model\.layers\.0\.self_attn\.k_proj\.weight_global_scale'",
         ),
         (
-            lambda path: changed_manifest(path, lambda told: told["modules"][Q].update(n=95)),
+            lambda path: changed_manifest(path, lambda message: message["modules"][Q].update(n=95)),
             rf"{Q}\.weight_packed is torch\.uint8 \[96, 80\]; of mxfp6 \[95, 96\] it must be torch\.uint8 \[95, 80\]",
         ),
         (
-            lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="mxfp4")),
+            lambda path: changed_manifest(path, lambda message: message["formats"].update(qkv="mxfp4")),
             rf"{Q}\.weight_packed is torch\.uint8 \[96, 80\]; of mxfp4 \[96, 96\] it must be torch\.uint8 \[96, 48\]",
         ),
     ],
@@ -370,17 +373,17 @@ def test_the_command_tells_loss_size_and_how_to_serve(tmp_path: Path, toy: model
     text = tmp_path / "text.txt"
     text.write_text("Something to read, and some more of it. " * 9)
     out = tmp_path / "f"
-    status, said = quantize("toy", "--out", str(out), "--text", str(text), "--lm-head", "nvfp4", "--device", "cpu")
-    assert status == 0, said
-    assert f"toy: 360 tokens of {text}, layers of K up to 96" in said
-    assert "fewer than" not in said
-    losses = [line.split() for line in said.splitlines() if line.startswith("  ")]
+    status, output = quantize("toy", "--out", str(out), "--text", str(text), "--lm-head", "nvfp4", "--device", "cpu")
+    assert status == 0, output
+    assert f"toy: 360 tokens of {text}, layers of K up to 96" in output
+    assert "fewer than" not in output
+    losses = [line.split() for line in output.splitlines() if line.startswith("  ")]
     assert [line[:3] for line in losses] == [["rounded", "to", "nearest"], ["with", "error", "feedback"]]
     kl = Folder(out).manifest.told["kl"]
     assert [line[3] for line in losses] == [f"{kl[name]['value']:.4f}" for name in (ROUNDED, QUANTIZED)]
-    assert "qkv mxfp6, o mxfp6, lm_head nvfp4; 0.00 GB, " in said
-    assert "toy is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves" in said
-    assert "vllm serve" not in said
+    assert "qkv mxfp6, o mxfp6, lm_head nvfp4; 0.00 GB, " in output
+    assert "toy is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves" in output
+    assert "vllm serve" not in output
     assert quantize("toy", "--out", str(out), "--device", "cpu")[0] == 1
     few = quantize("toy", "--out", str(tmp_path / "g"), "--text", str(text), "--tokens", "280", "--device", "cpu")
     assert "fewer than 288 tokens: more of them, by --text and --tokens, lose less" in few[1]
@@ -397,9 +400,9 @@ def test_the_folder_of_a_gpt_oss_is_served_with_readmes_words(tmp_path: Path, to
 
 
 def test_by_default_four_tokens_are_read_for_each_input(tmp_path: Path, toy: models.Subject) -> None:
-    status, said = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu")
-    assert status == 0, said
-    assert "toy: 384 tokens of the texts that come along, layers of K up to 96" in said
+    status, output = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu")
+    assert status == 0, output
+    assert "toy: 384 tokens of the texts that come along, layers of K up to 96" in output
     assert Folder(tmp_path / "f").manifest.run["tokens"] == 384
 
 
@@ -427,10 +430,10 @@ def test_bad_arguments_end_with_a_line(tmp_path: Path, toy: models.Subject, argu
     (tmp_path / "SHORT").write_text("too short")
     (tmp_path / "BYTES").write_bytes(b"\xff\xfe" * 50)
     arguments = [str(tmp_path / each) if each.isupper() else each for each in arguments]
-    status, said = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu", *arguments)
+    status, output = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu", *arguments)
     assert status != 0
-    assert said.count("\n") == 1 or "Usage" in said
-    assert words in said.replace("\n", " ")
+    assert output.count("\n") == 1 or "Usage" in output
+    assert words in output.replace("\n", " ")
     assert not (tmp_path / "f").exists()
 
 
@@ -438,26 +441,26 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError("404")))
-    status, said = quantize("no/such", "--out", str(tmp_path / "f"), "--device", "cpu")
+    status, output = quantize("no/such", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
-    assert "no/such could not be downloaded from the hub: 404" in said
-    status, said = quantize("/nowhere", "--out", str(tmp_path / "f"), "--device", "cpu")
+    assert "no/such could not be downloaded from the hub: 404" in output
+    status, output = quantize("/nowhere", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
-    assert "/nowhere is no checkpoint's folder, and no name of one on the hub, which are OWNER/NAME" in said
+    assert "/nowhere is no checkpoint's folder, and no name of one on the hub, which are OWNER/NAME" in output
     (tmp_path / "empty").mkdir()
-    status, said = quantize(str(tmp_path / "empty"), "--out", str(tmp_path / "f"), "--device", "cpu")
+    status, output = quantize(str(tmp_path / "empty"), "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
-    assert "is no folder of a checkpoint (it has no config.json)" in said
+    assert "is no folder of a checkpoint (it has no config.json)" in output
 
 
-def test_a_folder_that_cannot_be_used_is_told_before_the_model_is_loaded(
+def test_a_folder_that_cannot_be_used_is_reported_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     monkeypatch.setattr(command, "opened", lambda request: pytest.fail("it was loaded"))
-    status, said = quantize("toy", "--out", str(tmp_path), "--device", "cpu")
+    status, output = quantize("toy", "--out", str(tmp_path), "--device", "cpu")
     assert status == 1
-    assert "is not empty, and was not begun by sm12x-quantize: choose another folder" in said
+    assert "is not empty, and was not begun by sm12x-quantize: choose another folder" in output
 
 
 def test_a_model_of_the_hub_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,8 @@ DAMAGED = {
     "a bias is missing": (without("self_attn.k_proj.bias"), r"has no tensor model\.layers\.1\.self_attn\.k_proj\.bias"),
     "blocks are short": (
         other("mlp.experts.gate_up_proj_blocks", lambda t: t[:, :-1]),
-        r"gate_up_proj_blocks is torch\.uint8 \[4, 63, 2, 16\]; by config\.json it must be torch\.uint8 \[4, 64, 2, 16\]",
+        r"gate_up_proj_blocks is torch\.uint8 \[4, 63, 2, 16\]; by config\.json it must be torch\.uint8 \[4, 64, 2, "
+        r"16\]",
     ),
     "scales are floats": (other("mlp.experts.gate_up_proj_scales", torch.Tensor.float), r"_scales is torch\.float32"),
     "a bias has bytes": (other("mlp.experts.down_proj_bias", torch.Tensor.byte), r"down_proj_bias is torch\.uint8"),
@@ -256,9 +257,9 @@ def test_a_damaged_checkpoint_ends_every_command_with_a_line(
     damage, words = DAMAGED[name]
     damage(copied)
     lines = []
-    status, said = quantize(str(copied), "--out", str(tmp_path / "f"))
+    status, output = quantize(str(copied), "--out", str(tmp_path / "f"))
     assert status == 1
-    lines.append(said.removeprefix("Error: "))
+    lines.append(output.removeprefix("Error: "))
     assert bench_accuracy.main(["--model", str(copied), "--device", "cpu", "--out", str(tmp_path / "b")]) == 2
     lines.append(capsys.readouterr().err.removeprefix("bench: "))
     assert example(copied) == 2
@@ -295,8 +296,8 @@ def test_the_example_takes_a_gpt_oss_alone(
     assert example(gpt_oss_folder) == 0
     assert capsys.readouterr().out.startswith("t20 t21 ")
     assert example(llama_folder) == 2
-    said = capsys.readouterr().err
-    assert said == (
+    output = capsys.readouterr().err
+    assert output == (
         f"transformers_gpt_oss: {llama_folder} is no gpt-oss with experts in MXFP4: its config.json says otherwise\n"
     )
 
@@ -318,12 +319,12 @@ def test_a_config_or_an_index_with_a_wrong_field_is_refused_or_means_the_same(
             if at[:1] and at[0] in DEFAULTS and (how == "missing" or how is None):
                 continue
             (copied / name).write_text(text)
-            told = f"{name} {'.'.join(map(str, at))} {how!r:.60}"
+            label = f"{name} {'.'.join(map(str, at))} {how!r:.60}"
             try:
-                assert torch.equal(logits(copied), expected), told
+                assert torch.equal(logits(copied), expected), label
             except UserError as error:
-                assert str(copied) in str(error), told
-                assert "\n" not in str(error), told
+                assert str(copied) in str(error), label
+                assert "\n" not in str(error), label
                 refused += 1
         (copied / name).write_text(json.dumps(good))
     assert refused > 60
@@ -418,8 +419,8 @@ def test_a_full_disk_under_a_download_is_not_a_wrong_name(monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device", "/data/hub/blobs/12")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    status, said = quantize("someone/model", "--out", str(tmp_path / "f"))
-    assert (status, said) == (
+    status, output = quantize("someone/model", "--out", str(tmp_path / "f"))
+    assert (status, output) == (
         1,
         "Error: someone/model could not be downloaded: /data/hub/blobs/12: No space left on device\n",
     )
@@ -461,7 +462,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "default_wheel", lambda folder: pytest.fail("it was downloaded"))
 
 
-def test_all_that_is_missing_is_told_before_anything_is_downloaded(
+def test_all_that_is_missing_is_reported_before_anything_is_downloaded(
     lacking: None,
     tmp_path: Path,
     llama_folder: Path,
@@ -471,8 +472,8 @@ def test_all_that_is_missing_is_told_before_anything_is_downloaded(
     import huggingface_hub
 
     needs = f"accelerate, gguf is not installed for {sys.executable}: pip install accelerate gguf\n"
-    status, said = quantize(models.DEFAULT, "--out", str(tmp_path / "f"))
-    assert (status, said) == (1, f"Error: {needs}")
+    status, output = quantize(models.DEFAULT, "--out", str(tmp_path / "f"))
+    assert (status, output) == (1, f"Error: {needs}")
     assert bench_accuracy.main(["--out", str(tmp_path / "b"), "--device", "cpu"]) == 2
     assert capsys.readouterr().err == f"bench: {needs}"
 
@@ -481,19 +482,19 @@ def test_all_that_is_missing_is_told_before_anything_is_downloaded(
         return str(llama_folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    status, said = quantize("someone/llama", "--out", str(tmp_path / "f"))
-    assert (status, said) == (1, f"Error: accelerate is not installed for {sys.executable}: pip install accelerate\n")
+    status, output = quantize("someone/llama", "--out", str(tmp_path / "f"))
+    assert (status, output) == (1, f"Error: accelerate is not installed for {sys.executable}: pip install accelerate\n")
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_model_is_read(
+def test_a_place_that_cannot_be_written_is_reported_before_the_model_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("it was read"))
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "f")
-    status, said = quantize(models.DEFAULT, "--out", out)
+    status, output = quantize(models.DEFAULT, "--out", out)
     assert status == 1
-    assert f"--out: {out} cannot be written: Not a directory; choose another folder" in said
+    assert f"--out: {out} cannot be written: Not a directory; choose another folder" in output
     assert bench_accuracy.main(["--out", out, "--device", "cpu"]) == 2
     assert f"bench: --out: {out} cannot be written: Not a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -517,22 +518,22 @@ def test_a_disk_that_is_full_on_the_way_ends_with_a_line_and_whole_files(
     out, text = small_disk / "f", text_file(tmp_path)
     command = (str(gpt_oss_folder), "--out", str(out), "--text", str(text))
     (small_disk / "other").write_bytes(bytes(36 << 10))
-    status, said = quantize(*command)
+    status, output = quantize(*command)
     assert status == 1
     assert re.search(
-        rf"Error: {out}/[\w.]+: No space left on device; files in {out} so far: \d; the same command", said
+        rf"Error: {out}/[\w.]+: No space left on device; files in {out} so far: \d; the same command", output
     )
     there = {path.name for path in out.iterdir()}
     assert not any(name.startswith(".") for name in there)
     assert UNFINISHED in there
     (small_disk / "other").unlink()
-    status, said = quantize(*command)
-    assert status == 0, said
+    status, output = quantize(*command)
+    assert status == 0, output
     assert Folder(out).manifest.files.keys() == {path.name for path in out.iterdir()} - {MANIFEST}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_says_that_a_new_run_goes_on_and_it_does(
+def test_a_signal_reports_that_a_new_run_goes_on_and_it_does(
     gpt_oss_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_signals: None, number: signal.Signals
 ) -> None:
     text, calls = text_file(tmp_path), []
@@ -549,20 +550,20 @@ def test_a_signal_says_that_a_new_run_goes_on_and_it_does(
         if name == "f":
             monkeypatch.setattr(run, "quantize_with_feedback", interrupt)
         command = (str(gpt_oss_folder), "--out", str(tmp_path / name), "--text", str(text))
-        status, said = quantize(*command)
-        assert status == (128 + number) * (name == "f"), said
+        status, output = quantize(*command)
+        assert status == (128 + number) * (name == "f"), output
     so_far = f"files in {tmp_path / 'f'} so far: 1; the same command, run again, goes on from there"
-    assert said.endswith(f"Error: interrupted by {number.name}: {so_far}\n")
-    status, said = quantize(*command)
-    assert status == 0, said
+    assert output.endswith(f"Error: interrupted by {number.name}: {so_far}\n")
+    status, output = quantize(*command)
+    assert status == 0, output
     assert len(calls) == 4 + 3, "the first layer was read"
     files = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "f")}
     assert [path.read_bytes() for path in files["f"]] == [path.read_bytes() for path in files["whole"]]
     monkeypatch.setattr(
         "flashinfer_sm12x.quantize.command.opened", lambda _: (_ for _ in ()).throw(KeyboardInterrupt())
     )
-    status, said = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "g"))
-    assert (status, said) == (130, "Error: interrupted by SIGINT: nothing was written\n")
+    status, output = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "g"))
+    assert (status, output) == (130, "Error: interrupted by SIGINT: nothing was written\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -588,13 +589,13 @@ def test_a_signal_while_a_file_is_written_leaves_no_part_of_it(
     with monkeypatch.context() as patched:
         patched.setattr(files.os, "replace", replace)
         patched.setattr(Path, "unlink", unlink)
-        status, said = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
+        status, output = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
     assert status == 128 + number
-    assert f"interrupted by {number.name}: files in {out} so far: 1; the same command" in said
+    assert f"interrupted by {number.name}: files in {out} so far: 1; the same command" in output
     (layer,) = [name for name in written if name.endswith(".safetensors")][:1]
     assert {path.name for path in out.iterdir()} == {layer, UNFINISHED}
-    status, said = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
-    assert status == 0, said
+    status, output = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
+    assert status == 0, output
 
 
 def too_much_for_torch() -> None:
@@ -610,7 +611,7 @@ def host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"),
+    ("fail", "output"),
     [
         (too_much_for_torch, r"\[?.*DefaultCPUAllocator.*"),
         (gpu, r"CUDA out of memory\. Tried to allocate 2\.00 GiB\."),
@@ -623,23 +624,23 @@ def test_memory_that_is_used_up_ends_every_command_with_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fail: Any,
-    said: str,
+    output: str,
 ) -> None:
     """While the model is opened, and while it runs."""
-    line = rf"out of memory \({said}\): stop what else uses it, such as vLLM, or take a machine with more of it"
+    line = rf"out of memory \({output}\): stop what else uses it, such as vLLM, or take a machine with more of it"
     with monkeypatch.context() as patched:
         patched.setattr(gpt_oss, "load", lambda *_: fail())
-        status, told = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"))
+        status, label = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"))
         assert status == 1
-        assert re.fullmatch(rf"Error: {line}; nothing was written\n", told)
+        assert re.fullmatch(rf"Error: {line}; nothing was written\n", label)
         assert bench_accuracy.main(["--model", str(gpt_oss_folder), "--device", "cpu", "--out", str(tmp_path)]) == 2
         assert re.fullmatch(rf"bench: {line}\n", capsys.readouterr().err)
         assert example(gpt_oss_folder) == 2
         assert re.fullmatch(rf"transformers_gpt_oss: {line}\n", capsys.readouterr().err)
     monkeypatch.setattr(run, "quantize_with_feedback", lambda *_: fail())
-    status, told = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"), "--text", str(text_file(tmp_path)))
+    status, label = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"), "--text", str(text_file(tmp_path)))
     assert status == 1
-    assert re.search(rf"Error: {line}; files in {tmp_path / 'f'} so far: 0; the same command", told)
+    assert re.search(rf"Error: {line}; files in {tmp_path / 'f'} so far: 0; the same command", label)
 
 
 def test_an_operators_exception_ends_with_a_line(
@@ -649,11 +650,11 @@ def test_an_operators_exception_ends_with_a_line(
         raise TypeError("fc1_expert_biases is torch.float32; it must be torch.bfloat16\nand more")
 
     monkeypatch.setattr(gpt_oss.FlashInferExperts, "forward", refuse)
-    said = "cannot be run: TypeError: fc1_expert_biases is torch.float32; it must be torch.bfloat16\n"
-    status, told = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"))
-    assert (status, told) == (1, f"Error: toy-oss {said}")
+    output = "cannot be run: TypeError: fc1_expert_biases is torch.float32; it must be torch.bfloat16\n"
+    status, label = quantize(str(gpt_oss_folder), "--out", str(tmp_path / "f"))
+    assert (status, label) == (1, f"Error: toy-oss {output}")
     assert bench_accuracy.main(["--model", str(gpt_oss_folder), "--device", "cpu", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"bench: toy-oss {said}"
+    assert capsys.readouterr().err == f"bench: toy-oss {output}"
     assert gpt_oss_folder.is_dir()
 
 

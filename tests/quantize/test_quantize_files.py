@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that ``sm12x-quantize`` and its readers take from others: each field wrong in each way, names that lead out of the
-folder, tensors that no quantizer gives; and files that are written whole or not at all."""
+"""Files that ``sm12x-quantize`` and its readers take from others: each field wrong in each way, names that lead out of
+the folder, tensors that no quantizer gives; and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(good: Any, at: tuple[Any, ...], how: Any) -> str:
-    """The text of the file with another value at a place; ``how`` is the value, a literal, or a function of the old one."""
+    """The text of the file with another value at a place; ``how`` is the value, a literal, or a function of the old
+    one."""
     found = {"": copy.deepcopy(good)}
     around: Any = found
     place = ("", *at)
@@ -106,7 +107,8 @@ def cases(good: Any, seed: int, count: int) -> list[tuple[tuple[Any, ...], Any, 
 
 
 def everything(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
-    """All that a user of the folder gets for its model: a server asks for each layer's parts, and compares its weights."""
+    """All that a user of the folder gets for its model: a server asks for each layer's parts, and compares its
+    weights."""
     found, subject = Folder(folder), llama(num_hidden_layers=1)
     layers = [[f"{LAYER}.{part}_proj" for part in "qkv"], [f"{LAYER}.o_proj"], ["lm_head"]]
     weights = {}
@@ -130,15 +132,15 @@ def test_a_manifest_with_a_wrong_field_is_refused_or_means_the_same(finished: Pa
     refused = 0
     for at, how, text in cases(good, 11, 400):
         (folder / MANIFEST).write_text(text)
-        told = f"{'.'.join(map(str, at))} {how!r:.60}"
+        label = f"{'.'.join(map(str, at))} {how!r:.60}"
         try:
-            assert same(everything(folder), expected), told
-            assert at[:1] in (("run",), ("told",)), f"{told} went unseen"
+            assert same(everything(folder), expected), label
+            assert at[:1] in (("run",), ("told",)), f"{label} went unseen"
         except FolderError as error:
-            assert str(folder) in str(error), told
-            assert "\n" not in str(error), told
-            assert str(error).isprintable(), told
-            assert len(str(error)) < 1000, told
+            assert str(folder) in str(error), label
+            assert "\n" not in str(error), label
+            assert str(error).isprintable(), label
+            assert len(str(error)) < 1000, label
             refused += 1
     assert refused > 280
 
@@ -190,9 +192,9 @@ def test_a_manifest_without_one_part_is_refused(finished: Path, tmp_path: Path) 
 def rehash(folder: Path, data: bytes, file: str = FILE) -> None:
     """Write a file, and its hash into the manifest."""
     (folder / file).write_bytes(data)
-    told = json.loads((folder / MANIFEST).read_text())
-    told["files"][file] = hashlib.sha256(data).hexdigest()
-    (folder / MANIFEST).write_text(json.dumps(told))
+    label = json.loads((folder / MANIFEST).read_text())
+    label["files"][file] = hashlib.sha256(data).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(label))
 
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
@@ -360,7 +362,8 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(small_disk: Path) -> N
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int
 ) -> None:
-    """At each step at which a full disk or a quota can be told; a network's file system tells it when a file is closed."""
+    """At each step at which a full disk or a quota can be told; a network's file system tells it when a file is
+    closed."""
     replace_bytes(tmp_path / "x", b"old")
 
     def fail(*_: Any) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``router_top_k`` on the CPU, and on a GPU that serves the family: bounds, order of ties, arguments, graphs, compilation."""
+"""``router_top_k`` on the CPU, and on a GPU that serves the family: bounds, order of ties, arguments, graphs,
+compilation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on."""
+"""The router, as compiled for ``sm_121a``, on the virtual SM121 with its checkers on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, virtual_fixture
+from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.fused_moe import router_top_k, sm12x_router
 from flashinfer.jit.sm12x.modules import gen_router_module
@@ -21,7 +21,7 @@ from flashinfer.testing.router_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice
 
-device = virtual_fixture(watch=ALL_WATCHERS)
+device = virtual_fixture(watch=ALL_CHECKERS)
 
 
 def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
@@ -39,9 +39,9 @@ def off(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return torch.cat([tensor.new_zeros(elements), tensor.flatten()])[elements:].view(tensor.shape)
 
 
-# gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk; experts
-# that leave columns idle, as many as may be, no multiple of a warp's lanes, and one fewer and one more than that; as many as are chosen; blocks with several
-# groups of experts, the last of which have fewer; both.
+# gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk;
+# experts that leave columns idle, as many as may be, no multiple of a warp's lanes, and one fewer and one more than
+# that; as many as are chosen; blocks with several groups of experts, the last of which have fewer; both.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
     [
@@ -123,7 +123,8 @@ def test_what_is_no_number_stays_where_it_belongs(device: VirtualDevice, operand
 
 
 def run_both(device: VirtualDevice, first: dict[str, Any], change: Any, constant_weights: bool) -> None:
-    """Two routers, the launches of the first still in flight when the second's come: ``change`` of its results is given."""
+    """Two routers, the launches of the first still in flight when the second's come: ``change`` of its results is
+    given."""
     module = device.module(gen_router_module)
     made = []
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
+from virtual_devices import ALL_CHECKERS, RACES, virtual_fixture
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
@@ -47,7 +47,7 @@ SMS = STREAM_SMS or DEVICE_SMS  # that a launch may use
 # Numbers of tiles.
 AROUND = sorted({1, max(SMS - 1, 1), SMS, SMS + 1, 2 * SMS + 1} if SMS < 48 else {1, SMS - 1, SMS + 1})
 
-device = virtual_fixture(watch=ALL_WATCHERS - RACES, sm_count=DEVICE_SMS, stream_sms=STREAM_SMS)
+device = virtual_fixture(watch=ALL_CHECKERS - RACES, sm_count=DEVICE_SMS, stream_sms=STREAM_SMS)
 
 
 def check_layer(device: VirtualDevice, case: MoECase, tactic: int) -> None:

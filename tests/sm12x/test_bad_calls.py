@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad calls of all operators, a row each: what is changed of a right call, and what the error says.
 
-``test_every_argument.py`` asks that an error name the argument and what was given, also where that is ``None`` or on meta; here
-stand the words behind it, and mistakes that only one operator knows.
+``test_every_argument.py`` asks that an error name the argument and what was given, also where that is ``None`` or on
+meta; here stand the words after it, and mistakes that only one operator knows.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"input": lambda x: x.half()}, r"^input is torch.float16.*torch.bfloat16"),
         (
             {"quant_scales": lambda s: [t.view(torch.uint8) for t in s]},
-            r"^quant_scales is a list of 4; mode W4A16 takes the 2 tensors .* or, with NVFP4 weights, the 4 of W4A8, block scales "
+            r"^quant_scales is a list of 4; mode W4A16 takes the 2 tensors .* or, with NVFP4 weights, the 4 of W4A8, "
+            r"block scales "
             r"torch\.float8_e4m3fn",
         ),
         ({"quant_scales[0]": lambda s: s.view(torch.uint8)}, r"^quant_scales\[0\] is torch.uint8 \(8, 256, 12\)"),
@@ -289,7 +290,8 @@ MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
         ),
         (
             {"fc1_expert_weights": lambda w: torch.cat([w, w], dim=1)},
-            r"^fc1_expert_weights is .*\(8, 192, 80\) .*; .*\(8, 96, 80\).*\[experts, inter, hidden / 2\] bytes, .*, since "
+            r"^fc1_expert_weights is .*\(8, 192, 80\) .*; .*\(8, 96, 80\).*\[experts, inter, hidden / 2\] bytes, .*, "
+            r"since "
             "Relu2 has no gate rows",
         ),
         ({"fc1_expert_biases": lambda b: torch.cat([b, b], dim=1)}, r"^fc1_expert_biases is .*\(8, 192\).*\(8, 96\)"),

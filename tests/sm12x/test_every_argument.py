@@ -62,13 +62,16 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     ),
 }
 # The message's words about a value that no argument may have.
-SAID = {
+MESSAGES = {
     "None": "None", "list": r"a list of 2|1\.0", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
-    "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo", "torch.complex64": r"torch\.complex64",
-    "a storage that was resized": r"its storage holds \d+ bytes", "a storage that was cut short": r"its storage holds \d+ bytes",
+    "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo",
+        "torch.complex64": r"torch\.complex64",
+    "a storage that was resized": r"its storage holds \d+ bytes",
+        "a storage that was cut short": r"its storage holds \d+ bytes",
 }  # fmt: skip
-SAID_OF_NUMBERS = {
-    "None": "None", "'2'": "'?2'?", "2.5": r"2\.5", "-3": "-3", "1099511627776": "1099511627776", "[1]": r"a list of 1|\[1\]|\['1'\]",
+MESSAGES_OF_NUMBERS = {
+    "None": "None", "'2'": "'?2'?", "2.5": r"2\.5", "-3": "-3", "1099511627776": "1099511627776",
+        "[1]": r"a list of 1|\[1\]|\['1'\]",
 }  # fmt: skip
 # Values that make another argument wrong, or a size; and upstream's own words, which the last two are.
 OF_ANOTHER = (
@@ -99,13 +102,13 @@ def test_an_error_names_the_argument_and_what_was_given(name: str) -> None:
         if not kind:
             known = parameters[argument]
             optional = what == "None" and ("None" in f"{known.annotation} {known.default}" or argument in OPTIONAL)
-            if tensor and what in SAID and not optional:
+            if tensor and what in MESSAGES and not optional:
                 unclear.append((named, what, "is taken"))
             continue
-        said = SAID.get(what) if tensor else SAID_OF_NUMBERS.get(what)
+        message = MESSAGES.get(what) if tensor else MESSAGES_OF_NUMBERS.get(what)
         exact = (
-            rf"{re.escape(named)}(?!\w).*(?:{said})"
-            if said
+            rf"{re.escape(named)}(?!\w).*(?:{message})"
+            if message
             else rf"(?:{names})(?!\w).*(?: is| are| has| holds| starts at| overlaps| runs from) "
         )
         clear = kind in ("TypeError", "ValueError") and re.match(exact + ".*; ", text)
@@ -146,12 +149,15 @@ def test_rows_of_the_grouped_gemm_fit_int32(groups: int, rows: int, fits: bool) 
 # Tensors of an operator must start at a multiple of so many bytes; the kernels copy so many at once.
 ALIGNMENTS = {
     "MoE 0": {
-        16: "input fc1_expert_weights fc2_expert_weights quant_scales[0] quant_scales[2] fc1_expert_biases fc2_expert_biases output",
-        4: "input_sf token_selected_experts token_final_scales quant_scales[1] quant_scales[3] swiglu_alpha swiglu_beta swiglu_limit",
+        16: "input fc1_expert_weights fc2_expert_weights quant_scales[0] quant_scales[2] fc1_expert_biases "
+            "fc2_expert_biases output",
+        4: "input_sf token_selected_experts token_final_scales quant_scales[1] quant_scales[3] swiglu_alpha "
+            "swiglu_beta swiglu_limit",
     },
     "grouped GEMM": {16: "a b b_scale out", 4: "a_scale m_indptr"},
     "dense_block_scaled, MXFP8 tokens": {16: "x weight weight_scale", 4: "x_scale alpha", 2: "bias residual out"},
-    "dense_block_scaled, linear scales": {16: "x weight weight_scale", 4: "alpha", 2: "bias residual out", 1: "x_scale"},
+    "dense_block_scaled, linear scales": {16: "x weight weight_scale", 4: "alpha", 2: "bias residual out",
+        1: "x_scale"},
     "decode": {16: "query kv_cache key value rope_table out", 4: "block_tables seq_lens sinks"},
     "router": {16: "hidden_states weight residual norm_weight", 2: "bias", 1: "is_padding"},
 }  # fmt: skip

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer objects against their functions: the same results and the same words, whatever becomes of what they were made of."""
+"""Layer objects against their functions: the same results and the same words, whatever becomes of what they were made
+of."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from flashinfer import sm12x_decode_layer
 from flashinfer.decode import DecodeAttentionLayer
 from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_operator, sm12x_validation
 from flashinfer.gemm import DenseLayer, sm12x_dense_layer
-from flashinfer.sm12x.checks import KnownCalls, Unchanged, bounds_of, span
+from flashinfer.sm12x.checks import CallCache, Unchanged, bounds_of, span
 
 
 def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +38,7 @@ def _afresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
-        sm12x_validation._remembered.clear()
+        sm12x_validation._cached.clear()
         return function(*arguments, **named)
 
     return run
@@ -137,7 +138,7 @@ def test_smoke() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
-def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
+def test_a_layer_raises_and_computes_what_its_function_does(name: str, reused: bool) -> None:
     """Each argument is wrong in each way. ``reused``: only arguments of a call change, and one object gets all
     calls."""
     layer = LAYERS[name]
@@ -257,7 +258,7 @@ MOE = ["MoE 0", "MoE 1", "MoE 2"]
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_a_function_that_knows_its_experts_says_and_computes_the_same(name: str) -> None:
+def test_a_function_that_knows_its_experts_raises_and_computes_the_same(name: str) -> None:
     """Each argument is wrong in each way, while the others are the same objects as in a valid call."""
     function, make = OPERATORS[name]
     own, different, tried, refused = make(), [], 0, 0
@@ -285,7 +286,7 @@ def test_a_function_checks_experts_once_and_when_something_changed(name: str, mo
     original = sm12x_validation._check_parameters
     monkeypatch.setattr(sm12x_validation, "_check_parameters", lambda *given: checked.append(given) or original(*given))
     arguments = OPERATORS[name][1]()
-    sm12x_validation._remembered.clear()
+    sm12x_validation._cached.clear()
     for _ in range(3):
         cutlass_fused_moe(**arguments)
     assert len(checked) == 1
@@ -329,12 +330,12 @@ def test_a_function_keeps_no_experts_alive() -> None:
 
 
 def test_a_function_remembers_a_bounded_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_validation, "_MOST_REMEMBERED", 3)
-    sm12x_validation._remembered.clear()
+    monkeypatch.setattr(sm12x_validation, "_MOST_CACHED", 3)
+    sm12x_validation._cached.clear()
     layers = [OPERATORS["MoE 2"][1]() for _ in range(5)]
     for arguments in layers:
         cutlass_fused_moe(**arguments)
-        assert len(sm12x_validation._remembered) <= 3
+        assert len(sm12x_validation._cached) <= 3
 
 
 def test_tokens_of_a_reused_layer_may_not_lie_in_its_cache() -> None:
@@ -377,7 +378,7 @@ def test_each_fact_of_a_tensor_is_known() -> None:
 
 def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
     """Address, shape and the storage's size stay; a storage that starts earlier ends earlier, here 64 bytes before the
-    first one, and a resize would let the tensor end behind it."""
+    first one, and a resize would let the tensor end after it."""
     memory, size = bytearray(512), 256
     first = next(
         place for place in range(64) if torch.frombuffer(memory, dtype=torch.uint8)[place].data_ptr() % 64 == 0
@@ -405,7 +406,8 @@ def test_where_a_storage_starts_is_a_fact_of_its_own() -> None:
 
 
 def _large_layer(name: str) -> tuple[Callable[[], Any], torch.Tensor]:
-    """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for itself."""
+    """A call of a layer that was made or seen before, and one of its tensors, of more bytes than malloc keeps for
+    itself."""
     if name == "DenseLayer":
         weight, scales = torch.zeros(1 << 17, 320, dtype=torch.uint8), torch.zeros(1 << 17, 20, dtype=torch.uint8)
         dense, x = DenseLayer(weight, scales, weight_format="mxfp4"), torch.zeros(1, 640).bfloat16()
@@ -519,7 +521,7 @@ def test_a_list_that_a_layer_was_made_of_stays_the_callers() -> None:
             held[:] = given
 
 
-def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
+def test_only_the_same_tensors_in_the_same_places_are_cached() -> None:
     first, second = torch.ones(4), torch.ones(4)
     unchanged = Unchanged(None, first)
     for others in ((None, second), (None, first.view(4)), (first, None), (first, first), (None,), (None, first, None)):
@@ -527,11 +529,11 @@ def test_only_the_same_tensors_in_the_same_places_are_known() -> None:
     assert unchanged.holds(None, first)
 
 
-def test_each_fact_of_a_known_call_is_asked() -> None:
+def test_each_fact_of_a_cached_call_is_checked() -> None:
     """One change at a time of a call that is known, with everything else as it was."""
     cpu, own = torch.device("cpu"), torch.zeros(64)
     written, read = torch.zeros(4, 8), torch.zeros(4, 8)
-    calls = KnownCalls(cpu, bounds_of([span(own)]), written=1)
+    calls = CallCache(cpu, bounds_of([span(own)]), written=1)
     assert calls.find((written, read, None), 1) is None
     calls.add("known", (written, read, None), 1)
     resized = torch.zeros(4, 8)
@@ -569,16 +571,16 @@ def test_each_fact_of_a_known_call_is_asked() -> None:
     for option in ([1], torch.tensor(1)):
         calls.add("known", (written, read, None), option)
         assert calls.find((written, read, None), option) is None
-    elsewhere = KnownCalls(torch.device("meta"), (), written=1)
+    elsewhere = CallCache(torch.device("meta"), (), written=1)
     elsewhere.add("known", (written, read, None), 1)
     assert elsewhere.find((written, read, None), 1) is None
     for right in ((torch.ones(4, 8), torch.ones(4, 8), None), (written, own[16:48].view(4, 8), None)):
         assert calls.find(right, 1) == "known"
 
 
-def test_many_kinds_of_calls_are_known_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KnownCalls, "MOST", 3)
-    calls = KnownCalls(torch.device("cpu"), (), written=0)
+def test_many_kinds_of_calls_are_cached_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallCache, "MOST", 3)
+    calls = CallCache(torch.device("cpu"), (), written=0)
     for rows in range(1, 6):
         calls.add(rows, (torch.zeros(rows),))
         assert calls.find((torch.ones(rows),)) == rows

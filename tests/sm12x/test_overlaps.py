@@ -186,7 +186,8 @@ def test_what_is_written_shares_nothing_with_another_argument(differing: float) 
 
 
 def test_spans_are_apart_if_they_share_no_byte() -> None:
-    """What a call writes, what it reads, and its layer's memory, all of a few bytes, in all orders; none of them empty."""
+    """What a call writes, what it reads, and its layer's memory, all of a few bytes, in all orders; none of them
+    empty."""
     seed = random.randrange(1 << 16)
     print("seed", seed)
     source = random.Random(seed)

@@ -114,32 +114,39 @@ def off(tensor: torch.Tensor) -> torch.Tensor:
 # The words of a refusal in C++, a wrong call, and the beginning of its error.
 TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     # The bindings' helpers.
-    "must be bfloat16, float16 or float32": (_put("dense_block_scaled", "bias", lambda t: t.double()), "bias is torch.float64"),
+    "must be bfloat16, float16 or float32": (_put("dense_block_scaled", "bias", lambda t: t.double()),
+        "bias is torch.float64"),
     "next_weights must start at a multiple of 16 bytes": (
         _put("dense_block_scaled", "next_weights", lambda t: off(torch.zeros(32).byte())),
         "next_weights starts at address 0x; it must be aligned to 16 bytes",
     ),
     # Experts.
-    "tactic is not among the instances of this module": (_call("MoE 0", lambda g: g.update(profile_ids=[1, 1])), "profile_ids is [1, 1]"),
-    "tactic was compiled for other activations than this call has": (_tactics(0, "bf16_m8_k128", "bf16_m8_k128"), "profile_ids is"),
+    "tactic is not among the instances of this module": (_call("MoE 0", lambda g: g.update(profile_ids=[1, 1])),
+        "profile_ids is [1, 1]"),
+    "tactic was compiled for other activations than this call has": (_tactics(0, "bf16_m8_k128", "bf16_m8_k128"),
+        "profile_ids is"),
     "has scales; the tactic's weights have": (_scales(0, lambda t: t.flatten()[:-1]), "quant_scales[0] is"),
     "top_k is ; it must be at least 1": (
         lambda: outcome(
             lambda: flashinfer.fused_moe.cutlass_fused_moe_workspace_size(
-                8, 160, 96, 8, 0, x_dtype=torch.bfloat16, weight_dtype=torch.uint8, use_w4_group_scaling=True, device="cpu"
+                8, 160, 96, 8, 0, x_dtype=torch.bfloat16, weight_dtype=torch.uint8, use_w4_group_scaling=True,
+                device="cpu"
             ),
             {},
         )[:2],
         "top_k is 0; it must be",
     ),
-    "top_k is": (_put("MoE 0", "token_selected_experts", lambda t: t[:, :0]), "top_k (token_selected_experts.shape[1]) is 0"),
+    "top_k is": (_put("MoE 0", "token_selected_experts", lambda t: t[:, :0]),
+        "top_k (token_selected_experts.shape[1]) is 0"),
     "experts are chosen by token_selected_experts or by router_logits": (
         _put("moe_step", "token_selected_experts", lambda t: torch.zeros(3, 2, dtype=torch.int32)),
         "router_logits are given; token_selected_experts",
     ),
-    "router_logits must be [tokens, experts]": (_put("moe_step", "router_logits", lambda t: t[:, :3].contiguous()), "router_logits is"),
+    "router_logits must be [tokens, experts]": (_put("moe_step", "router_logits", lambda t: t[:, :3].contiguous()),
+        "router_logits is"),
     "is_padding must be [tokens]": (_put("moe_step", "is_padding", lambda t: t[:2]), "is_padding is"),
-    "token_selected_experts must be [tokens, top_k]": (_put("MoE 0", "token_selected_experts", lambda t: t[:2]), "token_selected_experts is"),
+    "token_selected_experts must be [tokens, top_k]": (_put("MoE 0", "token_selected_experts", lambda t: t[:2]),
+        "token_selected_experts is"),
     "barrier must have two elements": (_put("moe_step", "barrier", lambda t: t[:1]), "barrier is"),
     "activation_type is none of these kernels'": (_put("moe_step", "activation_type", lambda t: 4), "input is"),
     "input, fc1_expert_weights and fc2_expert_weights disagree about hidden or intermediate size": (
@@ -148,16 +155,20 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     ),
     "hidden size and intermediate size must be multiples of 32": (_meta(1, 48, 32, 1), "hidden size"),
     "local experts; the kernels route at most": (_meta(1, 32, 32, 513), "fc2_expert_weights is"),
-    "too many (token, expert) pairs for one call": (_meta(2**30, 32, 32, 1), "num_tokens (input.shape[0]) is 1073741824; with top_k 1"),
+    "too many (token, expert) pairs for one call": (_meta(2**30, 32, 32, 1),
+        "num_tokens (input.shape[0]) is 1073741824; with top_k 1"),
     "local experts [ , ) of": (_call("MoE 0", lambda g: g.update(ep_size=2, ep_rank=2)), "ep_rank is 2; it must be"),
     "MXFP8 input needs its scales (input_sf)": (_put("MoE 0", "input_sf", lambda t: None), "input_sf is None"),
-    "input_sf must start at a multiple of 4 bytes": (_put("MoE 0", "input_sf", off), "input_sf (swizzled_input_sf=True) starts at"),
-    "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same": (_tactics(2, "bf16_m8_k128", "stream_bf16_m8"), "profile_ids is"),
+    "input_sf must start at a multiple of 4 bytes": (_put("MoE 0", "input_sf", off),
+        "input_sf (swizzled_input_sf=True) starts at"),
+    "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same": (_tactics(2, "bf16_m8_k128",
+        "stream_bf16_m8"), "profile_ids is"),
     "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512": (
         _logits(514),
         "router_logits is torch.float32 (2, 514) on meta; it must have at most 512 experts",
     ),
-    "FC1 and FC2 must keep activations in the same type": (_tactics(0, "mxfp8_m8_k128", "mxfp8_as_bf16_m16_k128"), "profile_ids is"),
+    "FC1 and FC2 must keep activations in the same type": (_tactics(0, "mxfp8_m8_k128", "mxfp8_as_bf16_m16_k128"),
+        "profile_ids is"),
     "a streamed tactic takes at most 1536 (token, slot) pairs": (
         _tactics(
             2,
@@ -173,29 +184,38 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
         _put("MoE 0", "fc1_expert_biases", lambda t: moved_to(t, 8)),
         "fc1_expert_biases starts at address 0x; it must be aligned to 16 bytes",
     ),
-    "activations of 64 GiB and more": (_meta(2**20, 2**16, 32, 1), "num_tokens (input.shape[0]) is 1048576; with 65536 bytes a row"),
+    "activations of 64 GiB and more": (_meta(2**20, 2**16, 32, 1),
+        "num_tokens (input.shape[0]) is 1048576; with 65536 bytes a row"),
     # Dense layers.
     "a row is wide, not": (_put("dense_block_scaled", "x", lambda t: t[:, :64].contiguous()), "x is"),
     "quantized rows need their scales": (_put("dense_block_scaled, MXFP8 tokens", "x_scale", lambda t: None), "x is"),
-    "there are scales; are needed": (_put("dense_block_scaled, MXFP8 tokens", "x_scale", lambda t: t.flatten()[:-4]), "x_scale is"),
+    "there are scales; are needed": (_put("dense_block_scaled, MXFP8 tokens", "x_scale", lambda t: t.flatten()[:-4]),
+        "x_scale is"),
     "tactic of the dense layer does not exist": (_put("dense_block_scaled", "tactic", lambda t: 99), "tactic is '99'"),
-    "tactic of the dense layer is no GEMM": (_put("dense_block_scaled", "tactic", lambda t: "none"), "tactic is 'none'"),
+    "tactic of the dense layer is no GEMM": (_put("dense_block_scaled", "tactic", lambda t: "none"),
+        "tactic is 'none'"),
     "out must be [ , ]": (_put("dense_block_scaled", "out", lambda t: t[:2]), "out is"),
-    "a row of weights is bytes, not": (_put("dense_block_scaled, mxfp6", "weight", lambda t: t[:, :40].contiguous()), "weight is"),
+    "a row of weights is bytes, not": (_put("dense_block_scaled, mxfp6", "weight", lambda t: t[:, :40].contiguous()),
+        "weight is"),
     "weight_scales is too small": (_put("dense_block_scaled", "weight_scale", lambda t: t[:-1]), "weight_scale is"),
     "bias must have n elements": (_put("dense_block_scaled", "bias", lambda t: t[:-1]), "bias is"),
-    "residual must have the shape and dtype of out": (_put("dense_block_scaled", "residual", lambda t: t.float()), "residual is"),
+    "residual must have the shape and dtype of out": (_put("dense_block_scaled", "residual", lambda t: t.float()),
+        "residual is"),
     "top of": (_put("dense_block_scaled_top_k", "top_k", lambda t: 99), "top_k is 99"),
     "norm_weight must have k elements": (_normed(95), "norm_weight is"),
     "residual and what it adds up to must be [tokens, k], both or neither": (
         _put("rmsnorm_dense_block_scaled", "residual", lambda t: t[:2]),
         "residual is",
     ),
-    "K is too long for this dense tactic": (_call("dense_block_scaled", lambda g: g.update(_long("dense_mxfp4_m8_w2"))), "tactic is"),
+    "K is too long for this dense tactic": (_call("dense_block_scaled",
+        lambda g: g.update(_long("dense_mxfp4_m8_w2"))), "tactic is"),
     # Grouped GEMM.
-    "a must be float8_e4m3fn or float8_e5m2": (_put("grouped GEMM", "a", lambda t: t.view(torch.uint8)), "a is torch.uint8"),
-    "a, b, out and m_indptr disagree about their sizes": (_put("grouped GEMM", "m_indptr", lambda t: t[:-1]), "m_indptr is"),
-    "k is ; it must be a multiple of 32": (_put("grouped GEMM", "b", lambda t: t[:, :, :8].contiguous()), "k (b.shape[2] * 2) is 16"),
+    "a must be float8_e4m3fn or float8_e5m2": (_put("grouped GEMM", "a", lambda t: t.view(torch.uint8)),
+        "a is torch.uint8"),
+    "a, b, out and m_indptr disagree about their sizes": (_put("grouped GEMM", "m_indptr", lambda t: t[:-1]),
+        "m_indptr is"),
+    "k is ; it must be a multiple of 32": (_put("grouped GEMM", "b", lambda t: t[:, :, :8].contiguous()),
+        "k (b.shape[2] * 2) is 16"),
     "groups; the kernels take at most": (_put("grouped GEMM", "b", lambda t: t[:1].expand(513, -1, -1)), "b is"),
     "a_scale must start at a multiple of 4 bytes": (_put("grouped GEMM", "a_scale", off), "a_scale starts at"),
     # Router.
@@ -211,7 +231,8 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     "key and value must be [ , , ]": (_put("decode", "key", lambda t: t[:1]), "key is"),
     "block_tables must have a row a sequence": (_put("decode", "block_tables", lambda t: t[:1]), "block_tables is"),
     "sinks must have": (_put("decode", "sinks", lambda t: torch.zeros(4)), "sinks is"),
-    "pages have positions; it must be a power of two from on": (_put("decode", "kv_cache", lambda t: t[..., :8, :]), "kv_cache has pages of 8"),
+    "pages have positions; it must be a power of two from on": (_put("decode", "kv_cache", lambda t: t[..., :8, :]),
+        "kv_cache has pages of 8"),
 }  # fmt: skip
 
 
@@ -253,9 +274,12 @@ UNREACHABLE: dict[str, str] = {
     "K is too long for this streamed tactic": "Instance.takes, whose longest_k the rendered source asserts",
     "two stages of this streamed tactic do not fit shared memory": "Instance.takes",
     "a pair of GEMMs takes expert ids, not logits": "compute() routes before a pair",
-    "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight": "compute_normed norms before",
-    "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4": "instance() lists what takes them",
-    "this dense tactic multiplies MXFP8 tokens: they must come quantized or be rounded to MXFP8": "instance() lists what takes them",
+    "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight": "compute_normed norms "
+    "before",
+    "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4": "instance() lists what "
+    "takes them",
+    "this dense tactic multiplies MXFP8 tokens: they must come quantized or be rounded to MXFP8": "instance() lists "
+    "what takes them",
     "scales of tokens must start at a multiple of 4 bytes": "require_scales, as input_sf's",
     "no grouped GEMM instance of that tactic is loaded": "validate() has the tactics",
     "this device does not grant the streamed tactic's shared memory": _DEVICE,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers at which operators change their course, one below, at, and one above: generated from the tables that hold them."""
+"""Numbers at which operators change their course, one below, at, and one above: generated from the tables that hold
+them."""
 
 from __future__ import annotations
 

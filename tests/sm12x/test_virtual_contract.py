@@ -113,8 +113,10 @@ def test_modes_of_torch_change_nothing(name: str, virtual: bool) -> None:
             assert (kind, text) == ("", ""), (what, kind, text)
             for ours, theirs in zip(results, expected[2], strict=True):
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), what
-        arguments = {key: parameter(value) if key in ("x", "weight", "query", "hidden_states", "a") and torch.is_tensor(value)
-                     and value.is_floating_point() and value.element_size() > 1 else value for key, value in make().items()}  # fmt: skip
+        arguments = {key: parameter(value) if key in ("x", "weight", "query", "hidden_states", "a")
+            and torch.is_tensor(value)
+                     and value.is_floating_point() and value.element_size() > 1 else value for key,
+                         value in make().items()}  # fmt: skip
         kind, text, results = outcome(function, arguments)
         assert (kind, text) == ("", "")
         for ours, theirs in zip(results, expected[2], strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from infinite_tokens import check_dense, check_infinite_activations, check_moe
-from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
+from virtual_devices import ALL_CHECKERS, RACES, virtual_fixture
 from virtual_moe import run_moe
 
 from flashinfer.gemm import dense_block_scaled
@@ -15,7 +15,7 @@ from flashinfer.testing import TENSOR_CORE, DenseInputs, MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
 CPU = torch.device("cpu")  # where the virtual device's tensors are
-device = virtual_fixture(watch=ALL_WATCHERS - RACES)
+device = virtual_fixture(watch=ALL_CHECKERS - RACES)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales so large that a scaled weight is no float32, on the CPU and on the virtual SM121.
 
-Backends differ in what such a weight gives: one multiplies infinity, another the weight itself, and sums overflow where their
-order has it. All keep what ``docs/kernels.md`` says: an output is then infinite, NaN or right, and others are untouched.
+Backends differ in what such a weight gives: one multiplies infinity, another the weight itself, and sums overflow where
+their order has it. All keep what ``docs/kernels.md`` says: an output is then infinite, NaN or right, and others are
+untouched.
 """
 
 from __future__ import annotations

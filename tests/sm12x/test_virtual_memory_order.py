@@ -2,7 +2,7 @@
 """Kernels whose blocks see each other's writes late, and the layer on workspaces that earlier calls have used.
 
 In the emulator's weak-memory mode other blocks see a block's writes only when the program orders them, or earlier at
-random by a seed. The kernels are correct there and no watcher reports; a planted fault in how blocks hand over results
+random by a seed. The kernels are correct there and no checker reports; a planted fault in how blocks hand over results
 is noticed.
 """
 
@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from virtual_devices import ALL_WATCHERS
+from virtual_devices import ALL_CHECKERS
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
@@ -76,7 +76,7 @@ def check_kernels(device: VirtualDevice, streamed: bool) -> None:
 @KINDS
 def test_the_layer_where_writes_come_late(streamed: bool, mode: Mode, seed: int) -> None:
     inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), seed)
-    with virtual_device(watch=ALL_WATCHERS, weak_memory=seed) as device:
+    with virtual_device(watch=ALL_CHECKERS, weak_memory=seed) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, streamed))
         check_kernels(device, streamed)
         assert all(launch.clean for launch in device.launches), device.launches
@@ -131,8 +131,8 @@ def run_decode(q_len: int) -> Callable[[VirtualDevice, int], None]:
     return run
 
 
-# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over: there,
-# what is told is whether one of them writes or reads what is another's.
+# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over:
+# there, what is told is whether one of them writes or reads what is another's.
 FAMILIES = {
     "prologue": run_prologue,
     "grouped GEMM": run_group_gemm,
@@ -150,7 +150,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_where_writes_come_late(family: str, seed: int) -> None:
     print("seed", seed)
-    with virtual_device(watch=ALL_WATCHERS, weak_memory=seed) as device:
+    with virtual_device(watch=ALL_CHECKERS, weak_memory=seed) as device:
         FAMILIES[family](device, seed)
         assert all(launch.clean for launch in device.launches), device.launches
 
@@ -159,16 +159,16 @@ def test_a_family_where_writes_come_late(family: str, seed: int) -> None:
 def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
     """Adding up the parts of a unit orders more than itself: here nothing but the sums orders what they read."""
     inputs = make_moe_inputs(MoECase(6, 160, 96, 4, 2, int(mode)), 6)
-    with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
+    with virtual_device(watch=ALL_CHECKERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 
 
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
-    """One unit began before the block's share, and one goes on behind it: each part has a place of its own."""
+    """One unit began before the block's share, and one goes on after it: each part has a place of its own."""
     inputs = make_moe_inputs(MoECase(6, 384, 1600, 2, 2, int(mode)), 7)
-    with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
+    with virtual_device(watch=ALL_CHECKERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
         fc1 = next(launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
@@ -213,7 +213,7 @@ def test_more_arrivals_than_blocks_stop_the_layer() -> None:
 @KINDS
 def test_one_workspace_for_calls_of_all_shapes(streamed: bool, mode: Mode) -> None:
     """Each shape has its counters in another place, where the call before left arbitrary data. ``discard`` makes that
-    data random, and a watcher reports any read of it.
+    data random, and a checker reports any read of it.
     """
     tactics = tactics_of(mode, streamed)
     shapes = [(9, 256, 128, 4, 2), (2, 512, 96, 3, 1), (9, 256, 128, 4, 2)]

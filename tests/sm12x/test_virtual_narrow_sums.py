@@ -83,7 +83,8 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
     used = check_within_bound(narrow, *moe_reference(inputs, NARROW))
     print(
-        f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact sums'"
+        f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact "
+        "sums'"
     )
     assert (narrow != exact).double().mean() > 0.1
 
@@ -168,7 +169,8 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_token_scales_that_half_precision_takes(row: Instance) -> None:
-    """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too much."""
+    """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too
+    much."""
     largest = {"mxfp4": 6.0, "mxfp6": 7.5, "mxfp8": 448.0}
     smallest = {"mxfp4": 0.5, "mxfp6": 0.125, "mxfp8": 2.0**-9}
     lowest, highest = {

@@ -266,7 +266,8 @@ def test_fc2_of_experts(device: VirtualDevice, row: Instance, neighbours: str) -
 @NEIGHBOURS
 @pytest.mark.parametrize("row", KINDS, ids=lambda row: row.name)
 def test_fc1_of_experts(device: VirtualDevice, row: Instance, neighbours: str) -> None:
-    """FC2 passes each of its inputs on alone; a scale that is NaN would make NaN of all. W4A8 rounds 32 inputs together."""
+    """FC2 passes each of its inputs on alone; a scale that is NaN would make NaN of all. W4A8 rounds 32 inputs
+    together."""
     order = each_byte(neighbours, 8)
     nan = order & 0x7F == 0x7F if row.weights == "nvfp4" else order == NAN
     order = torch.where(nan, 100, order)

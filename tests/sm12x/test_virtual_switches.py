@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes at which something changes its way, one fewer and one more, on the virtual SM121 against the float64 reference.
 
-Nothing lists them: planners are asked where their choice changes, kernels and launchers are searched for what they compare
-numbers of tokens and of (token, slot) pairs with, and the instance tables have tiles and the longest K. Small layers; what is
-read or written out of bounds the virtual device reports.
+Nothing lists them: planners are asked where their choice changes, kernels and launchers are searched for what they
+compare numbers of tokens and of (token, slot) pairs with, and the instance tables have tiles and the longest K. Small
+layers; what is read or written out of bounds the virtual device reports.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each argument of each public function of ``flashinfer.testing``: wrong ones are refused by name, before torch sees them.
+"""Each argument of each public function of ``flashinfer.testing``: wrong ones are refused by name, before torch sees
+them.
 
 Functions, arguments and fields are those that there are; what is wrong follows from the value of a valid call.
 """
@@ -171,8 +172,8 @@ ALSO_VALID = {
     ("normed_dense_reference", "alpha"): ("lower rank",),
     ("normed_dense_reference", "residual"): None,  # `total` is read in its place
 }
-"""What is no error: a tensor of any shape that a format has, such as a last block that is not whole, and rows of scales behind
-the last one."""
+"""What is no error: a tensor of any shape that a format has, such as a last block that is not whole, and rows of scales
+after the last one."""
 
 
 def test_every_function_is_checked_and_tried() -> None:

@@ -162,7 +162,8 @@ def layer(inputs: MoEInputs) -> torch.Tensor:
     return flashinfer.cutlass_fused_moe(**inputs.arguments())
 
 
-# Planted faults: each is a mistake that a kernel can make.  Lattice data makes FC1 exact, so that one wrong block shows.
+# Planted faults: each is a mistake that a kernel can make.  Lattice data makes FC1 exact, so that one wrong block
+# shows.
 def _swap_nibbles(inputs: MoEInputs) -> None:
     byte = inputs.fc2_weights[0, 5, 3].item()
     inputs.fc2_weights[0, 5, 3] = (byte >> 4) | (byte & 15) << 4 if byte >> 4 != byte & 15 else byte ^ 0x31

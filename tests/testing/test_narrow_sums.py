@@ -89,7 +89,8 @@ def test_along_k_it_covers_ranges_and_any_order_within_a_block(data: str, bits: 
 @pytest.mark.parametrize("bits", [HOPPER, SM120, B200])
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8"])
 def test_it_covers_what_is_only_known_to_within_an_interval(tokens: str, bits: int) -> None:
-    """Half of the elements are moved by as much as their error allows: anything that the format has may be multiplied."""
+    """Half of the elements are moved by as much as their error allows: anything that the format has may be
+    multiplied."""
     print("seed", bits)
     x, w = operands("normal", 512, bits, tokens)
     generator = torch.Generator().manual_seed(bits)
@@ -123,7 +124,8 @@ def test_it_covers_products_that_are_just_too_small(bits: int, elements: int) ->
 
 @pytest.mark.parametrize("bits", [24, B200])
 def test_it_covers_sums_that_float32_cuts(bits: int) -> None:
-    """A product a step whose last bit is the adder's: nothing of it is lost, but float32 has not those bits of the sum."""
+    """A product a step whose last bit is the adder's: nothing of it is lost, but float32 has not those bits of the
+    sum."""
     k = 2880
     tokens = torch.zeros(1, k)
     tokens[:, STEP::STEP] = (2.0 ** (bits - 23) - 1) * 2.0**-bits

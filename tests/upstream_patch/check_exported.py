@@ -23,7 +23,7 @@ PLAIN = ("architectures", "cublas-headers")
 # Its module holds all of upstream's grouped GEMMs for SM120, dozens of CUTLASS sources: one instance is compiled below.
 SCALES = "group-gemm-scales"
 KERNELS = [name for name in TOPICS if name not in (*PLAIN, SCALES)]
-# The watchers report this of upstream's kernels with a topic's edits, too: see emulator/README.md.
+# The checkers report this of upstream's kernels with a topic's edits, too: see emulator/README.md.
 KNOWN = {"xqa-copies": "undefined behaviour"}
 
 # A checkout for what the wheel has not: see conftest.py.
@@ -41,7 +41,7 @@ import programs  # noqa: E402
 import upstream_programs  # noqa: E402
 
 toolkit, shim, compile_cuda = programs.toolkit, programs.shim, programs.compile_cuda
-compile_upstream, run_watched = upstream_programs.compile_upstream, upstream_programs.run_watched
+compile_upstream, run_checked = upstream_programs.compile_upstream, upstream_programs.run_checked
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +204,7 @@ def test_xqa_is_wrong_without_the_edit(exported, on_the_virtual_gpu):
         assert f"test_xqa_short_sequences[{tokens}]" in str(error.value)
 
 
-def test_scales_are_read_behind_their_end_without_the_edit_alone(exported, compile_upstream, run_watched):
+def test_scales_are_read_behind_their_end_without_the_edit_alone(exported, compile_upstream, run_checked):
     """One instance, of scales that are major along MN; the last group has 40 rows left to the end."""
     folder, _ = exported
     source = REPO / "emulator/tests/upstream/group_gemm_fp8.cu"
@@ -213,13 +213,13 @@ def test_scales_are_read_behind_their_end_without_the_edit_alone(exported, compi
     git(folder, "checkout", "--quiet", "--detach", "main")
     program = compile_upstream("fp8_before", source, flags=flags)
     with pytest.raises(AssertionError, match="0 bytes behind the end of an allocation of 2016 bytes"):
-        run_watched(program, 192, 384, 128, 0, 40)
+        run_checked(program, 192, 384, 128, 0, 40)
     checked_out(folder, SCALES)
     program = compile_upstream("fp8_after", source, flags=flags)
     # Rows past a group's end, none of which is stored, are multiplied by scales that nothing wrote.
     known = {"uninitialized read": ("ld.shared",)}
     for rows in ((128, 0, 40), (40, 0, 128), (4,)):
-        printed, _ = run_watched(program, 192, 384, *rows, known=known)
+        printed, _ = run_checked(program, 192, 384, *rows, known=known)
         assert printed == f"bad 0 of {sum(rows) * 192}\n"
-    printed, _ = run_watched(program, 192, 384, 128, 0, 256)
+    printed, _ = run_checked(program, 192, 384, 128, 0, 256)
     assert printed == f"bad 0 of {384 * 192}\n"

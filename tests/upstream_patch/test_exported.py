@@ -158,7 +158,8 @@ def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork
         import flashinfer
         assert Path(flashinfer.__file__).parent == Path({str(merged)!r}, "flashinfer")
         others = [name for name, module in sys.modules.items()
-                  if name.startswith("flashinfer") and module.__file__ and not module.__file__.startswith({str(merged)!r})]
+                  if name.startswith("flashinfer") and module.__file__
+                  and not module.__file__.startswith({str(merged)!r})]
         assert others == [], others
         from flashinfer.aot import gen_all_modules, get_default_config
         import inspect
@@ -182,8 +183,8 @@ def test_a_call_of_the_moe_backend_reaches_its_checks(merged, without_fork):
         except ValueError as error:
             print(error)
     """
-    said = without_fork(merged, "-c", code).stdout
-    assert said.startswith("fc1_expert_weights is torch.uint8 (1, 64, 16) on cpu; it must be "), said
+    output = without_fork(merged, "-c", code).stdout
+    assert output.startswith("fc1_expert_weights is torch.uint8 (1, 64, 16) on cpu; it must be "), output
 
 
 def test_tests_of_the_plain_topics_pass(merged, without_fork):

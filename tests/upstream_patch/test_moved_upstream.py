@@ -57,20 +57,20 @@ def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
     before = tree.git(upstream_tree, "for-each-ref", "refs/heads")
     with pytest.raises(ExportError) as error:
         export.export(upstream_tree, base=newer)
-    first, *said, fit = str(error.value).splitlines()
+    first, *messages, fit = str(error.value).splitlines()
     assert (
         first == f"upstream 9.8.7 is not what these edits were written for ({UPSTREAM_VERSION}); nothing was written."
     )
-    assert f"group-gemm: {GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more" in said
+    assert f"group-gemm: {GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more" in messages
     for function in ("mm_bf16_fp4", "prepare_bf16_fp4_weights"):
-        assert any(line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in said), (
-            said
-        )
-    assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in said)
-    # Topics that nothing has happened to are not named, or as those that fit: lean-module, but what is behind it not.
+        assert any(
+            line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in messages
+        ), messages
+    assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in messages)
+    # Topics that nothing has happened to are not named, or as those that fit: lean-module, but what is after it not.
     names = ("architectures", "cublas-headers", "group-gemm-scales", "lean-module")
     assert fit == f"These topics fit: {' '.join(f'--topic {name}' for name in names)}"
-    assert {line.partition(":")[0] for line in said} == {"group-gemm", "dense", "xqa-copies"}
+    assert {line.partition(":")[0] for line in messages} == {"group-gemm", "dense", "xqa-copies"}
     assert tree.git(upstream_tree, "for-each-ref", "refs/heads") == before
     assert tree.git(upstream_tree, "status", "--porcelain") == ""
     assert len(tree.git(upstream_tree, "worktree", "list").splitlines()) == 1
@@ -196,9 +196,9 @@ def test_edits_go_where_their_anchor_is(edit, expected):
 
 def test_an_anchor_must_stand_there_once():
     files = FakeFiles()
-    for anchor, said in (("return 5", "is not there any more"), ("return", "stands there 2 times")):
+    for anchor, messages in (("return 5", "is not there any more"), ("return", "stands there 2 times")):
         answer = edits.apply(edits.Edit(place(definition="f"), anchor, "x"), files)  # type: ignore[arg-type]
-        assert answer == f"m.py: f: the line '{anchor}' {said}"
+        assert answer == f"m.py: f: the line '{anchor}' {messages}"
     assert files.changed == {}
 
 

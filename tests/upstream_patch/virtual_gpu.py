@@ -150,8 +150,8 @@ def _on_the_device(function: Callable[..., Any]) -> Callable[..., Any]:
             if launch.status != "ok" or any(report.kind not in KNOWN for report in launch.reports)
         ]
         if wrong or failure is not None:
-            said = [] if failure is None else [str(failure)]
-            raise RuntimeError("\n".join([*said, *wrong, _runtime.take_message()])) from failure
+            messages = [] if failure is None else [str(failure)]
+            raise RuntimeError("\n".join([*messages, *wrong, _runtime.take_message()])) from failure
         return result
 
     return call
@@ -286,5 +286,5 @@ _CudaIsTheCpu().__enter__()
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     kernels = {launch.kernel for launch in launches}
     ours = sum("N10flashinfer5sm12x" in launch.kernel for launch in launches)
-    said = f"{len(launches)} launches on the virtual SM121, of {len(kernels)} kernels"
-    terminalreporter.write_line(f"{said}; {ours} of flashinfer::sm12x's")
+    messages = f"{len(launches)} launches on the virtual SM121, of {len(kernels)} kernels"
+    terminalreporter.write_line(f"{messages}; {ours} of flashinfer::sm12x's")

@@ -31,15 +31,15 @@ START = harmony.encode("<|start|>", allowed_special="all")
 
 def spoken(prompt: str) -> tuple[str, bool]:
     """The text that gpt-oss might say to a conversation, and whether it comes to an end."""
-    said = prompt.split("<|start|>")[1:]
+    turns = prompt.split("<|start|>")[1:]
     offered = re.search(r"^type (\w+) = ", prompt, re.MULTILINE)
-    result = said[-2].startswith("functions.")
+    result = turns[-2].startswith("functions.")
     if offered and not result:
         call = f"<|start|>assistant<|channel|>commentary to=functions.{offered[1]} <|constrain|>json<|message|>"
         return f'<|channel|>analysis<|message|>I look it up.<|end|>{call}{{"city": "Paris"}}<|call|>', True
     if "capital of France" not in prompt and not result:
         return "<|channel|>final<|message|>" + " and so on" * 500, False
-    answer = said[-2].partition("<|message|>")[2].partition("<|")[0] if result else "Paris"
+    answer = turns[-2].partition("<|message|>")[2].partition("<|")[0] if result else "Paris"
     return (
         f"<|channel|>analysis<|message|>An easy one.<|end|><|start|>assistant<|channel|>final<|message|>{answer}"
         "<|return|>",
@@ -81,8 +81,8 @@ class Engine:
         """Ids, and which of them ends the answer."""
         prompt, ignore_eos = request.prompt_token_ids, request.sampling_params.ignore_eos
         if prompt[: len(START)] == START:
-            said, ends = spoken(harmony.decode(prompt))
-            ids = harmony.encode(said, allowed_special="all")
+            turns, ends = spoken(harmony.decode(prompt))
+            ids = harmony.encode(turns, allowed_special="all")
             yield from ((token, ends and not ignore_eos and at == len(ids)) for at, token in enumerate(ids, 1))
         yield from ((token, False) for token in itertools.count(sum(prompt) % 1000))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from slow_tests import covers, day_of
 
-MOVED = "test_vllm_contacts.py::test_a_gpt_oss_loads_and_answers_where_vllm_moved"
+MOVED = "test_vllm_api_checks.py::test_a_gpt_oss_loads_and_answers_where_vllm_moved"
 ELSEWHERE = "test_vllm_processes.py::test_elsewhere_vllms_choices_are_what_they_were"
 RANKS = "test_vllm_processes.py::test_two_ranks_agree_with_transformers"
 ALONE = "test_vllm_versions.py::test_vllm_is_as_without_the_fork"
@@ -13,7 +13,8 @@ ALONE = "test_vllm_versions.py::test_vllm_is_as_without_the_fork"
 LONG: tuple[str, ...] = tuple(
     f"tests/vllm_plugin/{entry}"
     for entry in (
-        # Files whose tests share a server, and tests that start processes of vLLM's: each import of it takes ten seconds.
+        # Files whose tests share a server, and tests that start processes of vLLM's: each import of it takes ten
+        # seconds.
         "test_vllm_answers.py",
         "test_vllm_sglang.py",
         "test_vllm_chat.py",
@@ -40,13 +41,13 @@ LONG: tuple[str, ...] = tuple(
         "test_vllm_transformers.py::test_the_example_writes_tokens",
         "test_vllm_scripts.py::test_soak_server_sees_each_fault_and_none_where_there_is_none",
         "test_vllm_memory.py::test_other_models_keep_vllms_share",
-        "test_vllm_reach.py::test_another_model_says_that_the_choices_are_gpt_osss",
+        "test_vllm_reach.py::test_another_model_reports_that_the_choices_are_gpt_osss",
         "test_vllm_decode.py::test_decode_steps_are_the_executors_and_as_near_as_vllms",
         "test_vllm_left.py::test_a_configuration_is_made_without_what_fails",
     )
 )
-"""Tests of more than ten seconds of a core, all parameters together where none are named, the longest first: entries that
-follow each other run on different days."""
+"""Tests of more than ten seconds of a core, all parameters together where none are named, the longest first: entries
+that follow each other run on different days."""
 
 
 def day_of_vllms(node: str, days: int) -> int:
@@ -59,8 +60,8 @@ def day_of_vllms(node: str, days: int) -> int:
 
 
 def left_for_another_day(node: str, share: str) -> bool:
-    """Whether a test belongs to another day than ``share``, ``DAY/DAYS``; tests that do not need vLLM run with the others,
-    every day."""
+    """Whether a test belongs to another day than ``share``, ``DAY/DAYS``; tests that do not need vLLM run with the
+    others, every day."""
     day, _, days = share.partition("/")
     if int(days) == 1:
         return False

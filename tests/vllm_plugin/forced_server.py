@@ -28,7 +28,7 @@ FAULT = os.environ.get("FAULT", "")
 kept = contextlib.ExitStack()  # vLLM's process groups, for as long as the program runs
 
 
-def told(logits: torch.Tensor, tokens: list[int], top: int | None) -> LogprobsTensors | None:
+def logprobs_of(logits: torch.Tensor, tokens: list[int], top: int | None) -> LogprobsTensors | None:
     """The log probabilities of each token and of the likeliest ones, and its rank, as the sampler hands them on."""
     if top is None:
         return None
@@ -59,11 +59,11 @@ class Engine(chat_server.Engine):
         if FAULT == "tokens":
             written = [token + 1 for token in written]
         outputs = logits[len(prompt) - 1 :]
-        read = told(logits[: len(prompt) - 1], prompt[1:], asked.prompt_logprobs)
+        read = logprobs_of(logits[: len(prompt) - 1], prompt[1:], asked.prompt_logprobs)
         del self.answers[name]
         for at, token in enumerate(written):
             ends = at + 1 == len(written)
-            chosen = told(outputs[at : at + 1], [token], asked.logprobs)
+            chosen = logprobs_of(outputs[at : at + 1], [token], asked.logprobs)
             self.say(
                 [
                     EngineCoreOutput(

@@ -69,12 +69,12 @@ if __name__ == "__main__":
     from vllm.model_executor.layers.attention import Attention
 
     import flashinfer_sm12x.vllm
-    from flashinfer_sm12x.vllm import contacts
+    from flashinfer_sm12x.vllm import api_checks
 
     Attention.forward = reference_attention.forward
     config = served.engine_config(folder, *ON_THE_CPU, *words)
     with served.parallel_groups(config):
-        ours = not contacts.why_not("experts") and not contacts.why_not("config")
+        ours = not api_checks.why_not("experts") and not api_checks.why_not("config")
         model = served.load_model(config) if ours else served.built(config)
         logits = served.logits(config, model, TOKENS) if ours else torch.zeros(1, 1)
         found = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run in a process of its own, with vLLM's own loading of plugins: what vLLM makes of a gpt-oss and finds in FlashInfer."""
+"""Run in a process of its own, with vLLM's own loading of plugins: what vLLM makes of a gpt-oss and finds in
+FlashInfer."""
 
 from __future__ import annotations
 

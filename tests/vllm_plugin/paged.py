@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a loaded model over a paged KV cache, with vLLM's own attention metadata; the kernels' work is done in PyTorch."""
+"""Steps of a loaded model over a paged KV cache, with vLLM's own attention metadata; the kernels' work is done in
+PyTorch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a tensor- or expert-parallel gpt-oss, in a process of its own. Rank 0 saves logits: of a prefill, or of decode
-steps, the executor's and then those of vLLM's layers."""
+"""One rank of a tensor- or expert-parallel gpt-oss, in a process of its own. Rank 0 saves logits: of a prefill, or of
+decode steps, the executor's and then those of vLLM's layers."""
 
 from __future__ import annotations
 

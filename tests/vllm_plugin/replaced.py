@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import flashinfer_sm12x.vllm as plugin
-from flashinfer_sm12x.vllm import contacts, fallback, replacements
+from flashinfer_sm12x.vllm import api_checks, fallback, replacements
 
 State = dict[tuple[int, str], tuple[str, Any]]
 """The holder's identity and a name in it -> the path at which it was found, and the value; the holder has no name."""
@@ -97,13 +97,14 @@ def start_anew() -> None:
     """As a process that has not registered the plugin."""
     for each in reversed([*replacements._before]):
         each.take_back()
-    contacts._left.clear()
+    api_checks._left.clear()
     fallback._logged.clear()
     plugin._registered, plugin.outcome = False, ""
 
 
 def register(fails: Callable[[Any], bool] = lambda _: False, written: bool = False) -> None:
-    """``register()``, in which an entry for which ``fails`` cannot be replaced; ``written``: what failed had replaced it."""
+    """``register()``, in which an entry for which ``fails`` cannot be replaced; ``written``: what failed had replaced
+    it."""
     real = replacements.Replacement.replace
 
     def replace(self: Any, new: Any, through: Any = None) -> None:
@@ -142,8 +143,8 @@ if __name__ == "__main__":
     messages: list[str] = []
     logging.getLogger("vllm.flashinfer_sm12x").addFilter(lambda record: messages.append(record.getMessage()) or False)
     assert current_platform.is_device_capability(121)
-    for part in contacts.TABLE:  # imports all of vLLM's that register() does
-        assert not contacts.why_not(part), part
+    for part in api_checks.TABLE:  # imports all of vLLM's that register() does
+        assert not api_checks.why_not(part), part
 
     virgin = state()
     plugin.register()
@@ -173,7 +174,7 @@ if __name__ == "__main__":
                         "at": at,
                         "changed": [*changed(virgin, state())],
                         "outcome": plugin.outcome,
-                        "left": [each for each in contacts.TABLE if contacts.why_not(each)],
+                        "left": [each for each in api_checks.TABLE if api_checks.why_not(each)],
                         "log": messages[:],
                     }
                 )

@@ -4,8 +4,8 @@ vLLM's config, in which the plugin asks for a compiler. The stand-in of ``platfo
 
     python tests/vllm_plugin/start_up.py
 
-Prints what it found; the exit status is 0 if the plugin is installed, vLLM takes FlashInfer, and vLLM and this fork found
-the same compiler.
+Prints what it found; the exit status is 0 if the plugin is installed, vLLM takes FlashInfer, and vLLM and this fork
+found the same compiler.
 """
 
 from __future__ import annotations

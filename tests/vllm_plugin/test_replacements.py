@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of what the plugin replaces in vLLM: how an entry is replaced and taken back, that ``docs/development.md``
-shows it, and that no line of the plugin writes elsewhere. ``test_vllm_replacements.py`` compares it with vLLM itself."""
+shows it, and that no line of the plugin writes elsewhere. ``test_vllm_replacements.py`` compares it with vLLM
+itself."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import touched
 from touched import OURS, Walk
 
-from flashinfer_sm12x.vllm import contacts, replacements
+from flashinfer_sm12x.vllm import api_checks, replacements
 from flashinfer_sm12x.vllm.replacements import Replacement
 
 PAGE = Path(__file__).parents[2] / "docs" / "development.md"
@@ -40,7 +41,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "their.module", module)
     monkeypatch.setattr(replacements, "_before", {})
     monkeypatch.setattr(replacements, "TABLE", tuple(ROWS.values()))
-    monkeypatch.setattr(contacts, "_left", {})
+    monkeypatch.setattr(api_checks, "_left", {})
     return module
 
 
@@ -103,7 +104,7 @@ def test_a_part_is_installed_whole_or_not_at_all(theirs: Any, writes: bool, erro
     with pytest.raises(error, match="injected"):
         install()
     assert held(theirs) == before
-    assert contacts.why_not("config") == f"{error.__name__}: injected"
+    assert api_checks.why_not("config") == f"{error.__name__}: injected"
 
 
 def test_a_part_within_another_is_taken_back_with_it(theirs: Any) -> None:
@@ -122,11 +123,11 @@ def test_a_part_within_another_is_taken_back_with_it(theirs: Any) -> None:
 
 
 def test_parts_that_need_one_that_could_not_be_installed_are_left_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contacts, "_left", {})
-    monkeypatch.setattr(contacts, "_moved", lambda part: "")
-    assert [part for part in contacts.TABLE if contacts.why_not(part)] == []
-    contacts.leave("experts", "RuntimeError: injected")
-    left = {part: contacts.why_not(part) for part in contacts.TABLE if contacts.why_not(part)}
+    monkeypatch.setattr(api_checks, "_left", {})
+    monkeypatch.setattr(api_checks, "_moved", lambda part: "")
+    assert [part for part in api_checks.TABLE if api_checks.why_not(part)] == []
+    api_checks.leave("experts", "RuntimeError: injected")
+    left = {part: api_checks.why_not(part) for part in api_checks.TABLE if api_checks.why_not(part)}
     too = "the experts are, too"
     assert left == {"experts": "RuntimeError: injected", "nvfp4": too, "decode": too}
 
@@ -142,10 +143,10 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_what_is_replaced_is_among_the_contacts_of_its_part() -> None:
-    """So it is probed before it is replaced, and ``tools/contacts.py`` compares it between versions."""
+    """So it is probed before it is replaced, and ``tools/api_checks.py`` compares it between versions."""
     for row in replacements.TABLE:
-        parts = ("config", row.part, *contacts.NEEDS.get(row.part, ()))
-        known = {(each.module, each.path) for part in parts for each in contacts.contacts(part)}
+        parts = ("config", row.part, *api_checks.NEEDS.get(row.part, ()))
+        known = {(each.module, each.path) for part in parts for each in api_checks.checks_of(part)}
         assert (row.module, row.path.partition("[")[0]) in known, row
 
 
@@ -153,7 +154,8 @@ WRITING = "setattr delattr update setdefault append extend insert pop clear add 
 
 
 def writes(path: Path) -> Iterator[str]:
-    """Lines that write to what a file imports from vLLM, or call a registration of vLLM's other than through an entry."""
+    """Lines that write to what a file imports from vLLM, or call a registration of vLLM's other than through an
+    entry."""
     imports = {name: found for name, found in touched.File(Walk({}, {}), path).imports.items() if found != OURS}
     tree = ast.parse(path.read_text(encoding="utf-8"))
     through = {

@@ -38,7 +38,7 @@ def test_a_format_may_name_its_activations():
     ]
 
 
-def test_the_variable_says_the_same_and_the_command_line_wins(monkeypatch):
+def test_the_variable_means_the_same_and_the_command_line_wins(monkeypatch):
     monkeypatch.setenv(settings.VARIABLE, "moe=mxfp4-a16, qkv=mxfp8")
     assert settings.resolve({}) == Settings(moe="mxfp4-a16", qkv="mxfp8")
     assert settings.resolve({"sm12x": {"qkv": "bf16"}}) == Settings(moe="mxfp4-a16", qkv="bf16")
@@ -81,11 +81,11 @@ def test_a_preset_is_choices_by_one_name(monkeypatch, text, expected):
         ("moe=mxfp4-a8", None, []),
     ],
 )
-def test_a_name_that_meant_another_choice_says_what_it_means(monkeypatch, variable, given, words):
+def test_a_name_that_meant_another_choice_is_reported_with_what_it_means(monkeypatch, variable, given, words):
     monkeypatch.setenv(settings.VARIABLE, variable)
-    said = settings.changed_presets({"other": 1} if given is None else {"sm12x": given})
-    assert len(said) == len(words)
-    for line, start in zip(said, words, strict=True):
+    messages = settings.changed_presets({"other": 1} if given is None else {"sm12x": given})
+    assert len(messages) == len(words)
+    for line, start in zip(messages, words, strict=True):
         assert line.startswith(start)
 
 
@@ -241,7 +241,7 @@ def test_tokens_beside_a_folders_format_may_be_chosen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "said"),
+    ("variable", "given", "messages"),
     [
         ("", {"qkv": "mxfp4"}, "qkv is 'mxfp4', and "),
         ("", {"qkv": "bf16", "preset": "spark"}, "qkv is 'bf16', and "),
@@ -249,14 +249,15 @@ def test_tokens_beside_a_folders_format_may_be_chosen(tmp_path):
         ("", {"lm_head": "mxint8"}, "lm_head is 'mxint8', and "),
     ],
 )
-def test_a_choice_that_contradicts_the_folder_ends_the_start(tmp_path, monkeypatch, variable, given, said):
+def test_a_choice_that_contradicts_the_folder_ends_the_start(tmp_path, monkeypatch, variable, given, messages):
     monkeypatch.setenv(settings.VARIABLE, variable)
     folder = folder_of(tmp_path / "f", qkv="mxfp6", lm_head="mxfp4")
-    kind, option, weights = ("qkv", "qkv", "mxfp6") if said.startswith("qkv") else ("lm_head", "lm-head", "mxfp4")
+    kind, option, weights = ("qkv", "qkv", "mxfp6") if messages.startswith("qkv") else ("lm_head", "lm-head", "mxfp4")
     with pytest.raises(variables.VariableError) as error:
         settings.resolve({"sm12x": {"dense": folder, **given}})
     assert str(error.value) == (
-        f"{said}{folder!r}, the folder under 'dense', has it in {weights}: leave {kind} out, or choose a folder that was "
+        f"{messages}{folder!r}, the folder under 'dense', has it in {weights}: leave {kind} out, or choose a folder "
+        "that was "
         f"quantized with --{option} bf16"
     )
 
@@ -293,12 +294,12 @@ def test_what_is_no_folder_and_no_preset_is_named(given, words):
 
 
 @pytest.mark.parametrize(("key", "value"), [("dense", "/somewhere"), ("preset", "spark")])
-def test_a_folder_that_stands_at_the_top_is_told_where_it_belongs(key, value):
+def test_a_folder_that_stands_at_the_top_is_reported_with_where_it_belongs(key, value):
     with pytest.raises(ValueError, match=f"^--additional-config: '{key}' stands at the top; it is a key of 'sm12x'"):
         settings.resolve({key: value})
 
 
-def test_a_preset_under_its_key_says_what_it_means():
+def test_a_preset_under_its_key_is_reported_with_what_it_means():
     assert len(settings.changed_presets({"sm12x": {"preset": "spark", "qkv": "mxfp6"}})) == 1
     assert settings.changed_presets({"sm12x": {"preset": "spark-int8"}}) == []
 

@@ -104,8 +104,8 @@ def test_two_servers_one_after_the_other_and_the_models_own_divergence(checkpoin
     assert rows[0][2:5] == ["0 [0, 0]", "0", "100.0%"]
     p, q = (log_probabilities(checkpoint_folder, way, windows, monkeypatch) for way in (REFERENCE, OTHER))
     kl = (p.exp() * (p - q)).sum(-1)
-    said = torch.tensor([token for window in windows for token in window[PROMPT + 1 :]])
-    perplexities = [float(each.gather(1, said[:, None]).mean().neg().exp()) for each in (p, q)]
+    answered = torch.tensor([token for window in windows for token in window[PROMPT + 1 :]])
+    perplexities = [float(each.gather(1, answered[:, None]).mean().neg().exp()) for each in (p, q)]
     assert kl.mean() > 1e-3
     for row in rows[1:]:
         value, low, high = (float(each) for each in row[2].replace("[", "").replace("]", "").replace(",", "").split())
@@ -133,7 +133,7 @@ GOOD = [*compare_answers.FORCING, "--max-logprobs", "30"]
 
 
 @pytest.mark.parametrize(
-    ("server", "said"),
+    ("server", "answered"),
     [
         (("", []), "403: "),
         (("", ["--enable-scale-out", "--max-logprobs", "30"]), "trace replay is not enabled"),
@@ -141,14 +141,14 @@ GOOD = [*compare_answers.FORCING, "--max-logprobs", "30"]
     ],
     indirect=["server"],
 )
-def test_a_server_that_cannot_be_compared_is_told_what_to_start_with(server, said, text):
+def test_a_server_that_cannot_be_compared_ends_with_what_to_start_with(server, answered, text):
     words = ["--urls", f"{server},{server}", "--text", str(text[0]), "--streams", "1", "--top", "30"]
     done = run(*words, "--prompt", str(PROMPT), "--decode", str(DECODE))
     print(done.stdout, done.stderr)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert answered in done.stderr
     asks = "it must be vLLM 0.33.0's, started with --enable-trace-replay --enable-scale-out --max-logprobs 30"
-    assert said.startswith("wrote") or done.stderr.splitlines()[-1] == asks
+    assert answered.startswith("wrote") or done.stderr.splitlines()[-1] == asks
     assert "Traceback" not in done.stderr
 
 

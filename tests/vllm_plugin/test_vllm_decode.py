@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's model class of the plugin, by vLLM's own code on CPU tensors: prefill, then decode through the paged cache."""
+"""gpt-oss's model class of the plugin, by vLLM's own code on CPU tensors: prefill, then decode through the paged
+cache."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ DENSE = [
 @pytest.mark.parametrize("kinds", DENSE, ids=lambda kinds: ",".join(kinds.values()) or "bf16")
 @pytest.mark.parametrize("moe", ["mxfp4-a8", "mxfp4-a16"])
 def test_decode_steps_are_the_executors_and_as_near_as_vllms(loaded, log, moe, kinds):
-    """Window and full layers; within what bf16 arithmetic may differ by, of what vLLM's layers compute on the same cache."""
+    """Window and full layers; within what bf16 arithmetic may differ by, of what vLLM's layers compute on the same
+    cache."""
     config, model = loaded({"moe": moe, **kinds})
     steps = Paged(config, model)
     got, batches = answers(steps)
@@ -171,7 +173,8 @@ def test_a_step_that_fails_is_vllms_and_so_are_all_after_it(loaded, log, monkeyp
 
 
 def test_a_step_that_fails_in_one_of_several_ranks_ends_them(loaded, monkeypatch):
-    """The others are in the middle of the step: a second one from its start would be reduced with the rest of theirs."""
+    """The others are in the middle of the step: a second one from its start would be reduced with the rest of
+    theirs."""
     config, model = loaded({"moe": "mxfp4-a16"})
     steps = Paged(config, model)
     model.decode_steps.alone = False
@@ -216,7 +219,8 @@ WINDOW = 2
 
 
 def windows(steps: Paged, rows: int = 0) -> tuple[torch.Tensor, list[Batch]]:
-    """float32 logits of two steps of windows, of which all tokens are kept: ``[steps, sequence, window, vocabulary]``."""
+    """float32 logits of two steps of windows, of which all tokens are kept:
+    ``[steps, sequence, window, vocabulary]``."""
     prefill(steps)
     found, batches = [], []
     for step in (1, 2):
@@ -285,7 +289,7 @@ def test_windows_of_different_lengths_are_vllms(loaded):
 
 
 def test_a_draft_reads_the_states_that_vllms_layers_give_it(loaded):
-    """EAGLE3: in front of any layer, and behind the last."""
+    """EAGLE3: before any layer, and after the last."""
     from vllm.forward_context import get_forward_context, set_forward_context
 
     config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxint8"}, *DRAFT)
@@ -314,7 +318,7 @@ def test_a_draft_reads_the_states_that_vllms_layers_give_it(loaded):
 
 
 def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(loaded, monkeypatch):
-    """The run in front of a capture is vllm's, behind one of the executor's for each number of rows."""
+    """The run before a capture is vllm's, behind one of the executor's for each number of rows."""
     config, model = loaded({})
     steps = Paged(config, model)
     eager, _ = answers(steps)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers and the LM head under sleep mode: CUDA graphs read nothing that vLLM gives away and does not load anew."""
+"""Dense layers and the LM head under sleep mode: CUDA graphs read nothing that vLLM gives away and does not load
+anew."""
 
 from __future__ import annotations
 

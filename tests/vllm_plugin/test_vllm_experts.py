@@ -177,20 +177,20 @@ def test_what_is_listed_as_taken_is_in_the_code(part):
             names |= {node.id} if isinstance(node, ast.Name) else set()
             names |= {node.name} if isinstance(node, ast.FunctionDef) else set()
             names |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
-    for name, said in interface.TABLE[part].items():
-        kind, _, text = said.partition(": ")
-        assert kind in ("taken", "refused", "harmless"), (name, said)
+    for name, entry in interface.TABLE[part].items():
+        kind, _, text = entry.partition(": ")
+        assert kind in ("taken", "refused", "harmless"), (name, entry)
         if kind == "harmless":
-            assert len(text) > 10, (name, said)
+            assert len(text) > 10, (name, entry)
         else:
-            assert (text or name) in names, (name, said)
+            assert (text or name) in names, (name, entry)
 
 
 def test_a_call_reads_each_argument_that_is_not_harmless():
     (apply,) = [each for each in ast.walk(SOURCES[0]) if isinstance(each, ast.FunctionDef) and each.name == "apply"]
     read = {node.id for each in apply.body for node in ast.walk(each) if isinstance(node, ast.Name)}
-    for name, said in interface.TABLE["arguments of a call"].items():
-        assert (name in read) is not said.startswith("harmless"), name
+    for name, entry in interface.TABLE["arguments of a call"].items():
+        assert (name in read) is not entry.startswith("harmless"), name
 
 
 def test_no_override_takes_what_it_does_not_name():
@@ -361,7 +361,7 @@ def test_gathered_scales_are_in_a_layout_that_quantized_input_does_not_have(chec
     ],
     ids=str,
 )
-def test_a_quantization_config_that_says_more_is_refused(checkpoint_folder, changes):
+def test_a_quantization_config_with_more_is_refused(checkpoint_folder, changes):
     from flashinfer_sm12x.vllm import moe
 
     config = serve(checkpoint_folder, {})

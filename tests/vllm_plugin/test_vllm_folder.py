@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that ``sm12x-quantize`` made, by vLLM's own loader on CPU tensors: whole, on each rank, loaded anew; and folders
-that cannot be used."""
+"""Layers that ``sm12x-quantize`` made, by vLLM's own loader on CPU tensors: whole, on each rank, loaded anew; and
+folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FORMATS = ("mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8")
 MIXED = {"qkv": "nvfp4", "o": "mxfp6", "lm_head": "mxint8"}
 WITHOUT_HEAD = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "bf16"}
 ALL = [dict.fromkeys(KINDS, form) for form in FORMATS] + [MIXED]
-# A rank of four has 96 columns of O, rows of MXFP6 with padding, and 64 rows of the vocabulary, the last of them 9. vLLM's
-# gpt-oss takes no more ranks than it has heads of keys and values.
+# A rank of four has 96 columns of O, rows of MXFP6 with padding, and 64 rows of the vocabulary, the last of them 9.
+# vLLM's gpt-oss takes no more ranks than it has heads of keys and values.
 HEADS, KV_HEADS, HEAD = 12, 4, 32
 FOR_RANKS = {"head_dim": HEAD, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": 256}
 A16 = {"moe": "mxfp4-a16"}
@@ -413,7 +413,7 @@ def the_line(error: pytest.ExceptionInfo[ValueError]) -> str:
 
 
 @pytest.mark.parametrize(("damage", "words"), AT_THE_START, ids=[f.__name__ for f, _ in AT_THE_START])
-def test_what_is_wrong_with_a_folder_is_said_before_anything_is_loaded(checkpoint_folder, copied, damage, words):
+def test_what_is_wrong_with_a_folder_is_reported_before_anything_is_loaded(checkpoint_folder, copied, damage, words):
     damage(copied)
     with pytest.raises(ValueError, match=r".") as error:
         serve(checkpoint_folder, {"dense": str(copied)})
@@ -461,14 +461,15 @@ def test_a_damaged_file_is_never_served(checkpoint_folder, copied, damage):
 
 
 def take_out(folder: Path, part: str, number: int = 1) -> None:
-    """Remove a module as if the folder had been made without it: from the manifest, from its file, with a right hash."""
+    """Remove a module as if the folder had been made without it: from the manifest, from its file, with a right
+    hash."""
     name, file = f"model.layers.{number}.self_attn.{part}", f"model.layers.{number}.self_attn.safetensors"
     tensors = {key: each for key, each in load_file(folder / file).items() if not key.startswith(f"{name}.")}
     save_file(tensors, folder / file)
-    told = json.loads((folder / MANIFEST).read_text())
-    del told["modules"][name]
-    files = {**told["files"], file: hashlib.sha256((folder / file).read_bytes()).hexdigest()}
-    rewrite(folder, modules=told["modules"], files=files)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["modules"][name]
+    files = {**manifest["files"], file: hashlib.sha256((folder / file).read_bytes()).hexdigest()}
+    rewrite(folder, modules=manifest["modules"], files=files)
 
 
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -500,12 +501,12 @@ def test_a_folder_without_one_part_of_a_layer_is_refused_and_not_filled_up(
 
 
 def test_parts_of_other_sizes_or_twice_are_refused_before_anything_is_loaded(checkpoint_folder, copied):
-    told = json.loads((copied / MANIFEST).read_text())
-    q = told["modules"]["model.layers.1.self_attn.q_proj"]
-    rewrite(copied, modules={**told["modules"], "draft.layers.1.self_attn.q_proj": q})
+    manifest = json.loads((copied / MANIFEST).read_text())
+    q = manifest["modules"]["model.layers.1.self_attn.q_proj"]
+    rewrite(copied, modules={**manifest["modules"], "draft.layers.1.self_attn.q_proj": q})
     with pytest.raises(ValueError, match=r"has [\w., ]+draft\.layers\.1\.self_attn\.q_proj for qkv of one layer"):
         serve(checkpoint_folder, {"dense": str(copied)})
-    rewrite(copied, modules={**told["modules"], "model.layers.1.self_attn.k_proj": {**q, "k": 96}})
+    rewrite(copied, modules={**manifest["modules"], "model.layers.1.self_attn.k_proj": {**q, "k": 96}})
     with pytest.raises(ValueError, match=r"the parts of one layer have different widths \(.*k_proj 96"):
         serve(checkpoint_folder, {"dense": str(copied)})
 
@@ -577,10 +578,10 @@ def test_a_checkpoint_that_differs_in_one_bit_is_refused(checkpoint_folder, made
         if f"{name}.weight" in tensors:
             tensors[f"{name}.weight"].view(torch.uint8)[-1, -2] ^= 1
             save_file(tensors, path, {"format": "pt"})
-    said = (
+    message = (
         rf"^{re.escape(str(made(MIXED)))} was made of another {re.escape(name)} than this checkpoint's: quantize this"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         loaded(tmp_path / "other", {"dense": str(made(MIXED))})
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of what the plugin asks the machine, or of the plugin itself: that part is left to vLLM with a line in the log,
-and the start goes on. Refusals of a user's settings still end it."""
+"""Failures of what the plugin asks the machine, or of the plugin itself: that part is left to vLLM with a line in the
+log, and the start goes on. Refusals of a user's settings still end it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from test_vllm_models import TOKENS, attention_in_pytorch, logits, serve, table
 from vllm.platforms import current_platform
 
 from flashinfer_sm12x.vllm import (
+    api_checks,
     attention,
     compiler,
     config,
-    contacts,
     dense,
     fallback,
     lm_head,
@@ -83,12 +83,13 @@ def spark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.host_memory, "read", lambda: read)
 
 
-QKV = contacts.MODULES["dense"][1]
-HEAD = contacts.MODULES["head"][1]
-DECODE = contacts.MODULES["decode"][1]
-EXPERTS = contacts.MODULES["experts"][1]
+QKV = api_checks.MODULES["dense"][1]
+HEAD = api_checks.MODULES["head"][1]
+DECODE = api_checks.MODULES["decode"][1]
+EXPERTS = api_checks.MODULES["experts"][1]
 SHARE = (
-    "the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization 0.7: docs/troubleshooting.md, "
+    "the share of memory (on a host that shares it with its GPU pass --gpu-memory-utilization 0.7: "
+    "docs/troubleshooting.md, "
     '"Hosts that hang") is'
 )
 # What fails: its holder and name; what is then left to vLLM. Each is asked in the start of a server's configuration.
@@ -246,7 +247,7 @@ def test_vllms_own_question_is_asked_where_ours_fails(monkeypatch, log, name, er
         monkeypatch.setattr(attention, "why_not_compiled", failing(error))
     attention.install()
     assert vllm_flashinfer.has_nvidia_artifactory() is True
-    assert left(log) == [contacts.MODULES["attention"][1]]
+    assert left(log) == [api_checks.MODULES["attention"][1]]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -256,7 +257,7 @@ def test_a_part_that_cannot_be_installed_leaves_the_others_installed(monkeypatch
 
     installed = []
     for each in ("experts", "nvfp4", "head", "attention"):
-        module = contacts.module(each)
+        module = api_checks.module(each)
         monkeypatch.setattr(
             module, "install", failing(error) if each == part else lambda each=each: installed.append(each)
         )
@@ -264,7 +265,7 @@ def test_a_part_that_cannot_be_installed_leaves_the_others_installed(monkeypatch
     monkeypatch.setattr(plugin, "_registered", False)
     plugin.register()
     assert sorted([*installed, part]) == ["attention", "experts", "head", "nvfp4"]
-    assert left(log) == [contacts.MODULES[part][1]]
+    assert left(log) == [api_checks.MODULES[part][1]]
     assert plugin.outcome == f"installed, but left to vLLM, as the log says: {part}"
 
 
@@ -288,15 +289,15 @@ def test_a_gpu_or_a_wheel_that_cannot_be_asked_leaves_all_to_vllm(monkeypatch, l
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("probe", ["probe", "import_module"])
-def test_a_part_whose_contacts_cannot_be_asked_is_vllms(monkeypatch, log, probe, error):
+def test_a_part_whose_api_cannot_be_checked_is_vllms(monkeypatch, log, probe, error):
     """A name of vLLM's that computes its value may fail in any way; so may a module of this package, when imported."""
-    contacts._moved.cache_clear()
-    monkeypatch.setattr(contacts if probe == "probe" else contacts.importlib, probe, failing(error))
+    api_checks._moved.cache_clear()
+    monkeypatch.setattr(api_checks if probe == "probe" else api_checks.importlib, probe, failing(error))
     try:
-        assert contacts.module("attention") is None
+        assert api_checks.module("attention") is None
     finally:
         monkeypatch.undo()
-        contacts._moved.cache_clear()
+        api_checks._moved.cache_clear()
     (line,) = [line for line in log if "left to vLLM" in line]
     assert line.startswith("flashinfer-sm12x: the choice of the attention is left to vLLM: ")
     assert "injected" in line
@@ -309,13 +310,13 @@ def test_the_model_class_is_vllms_where_choosing_it_fails(monkeypatch, log, erro
     from flashinfer_sm12x.vllm import model_class
 
     assert model_class._chosen() is model.SM12xGptOssForCausalLM
-    monkeypatch.setattr(contacts, "module", failing(error))
+    monkeypatch.setattr(api_checks, "module", failing(error))
     assert model_class._chosen() is GptOssForCausalLM
     assert left(log) == [DECODE]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words", "said"),
+    ("chosen", "words", "message"),
     [
         ({"qkv": "int4"}, (), "qkv is 'int4'"),
         ({"dense": "/none"}, (), "/none is no folder"),
@@ -323,22 +324,24 @@ def test_the_model_class_is_vllms_where_choosing_it_fails(monkeypatch, log, erro
         ({"lm_head": "mxint8"}, ("--linear-backend", "marlin"), "vLLM has no kernel that multiplies mxint8"),
     ],
 )
-def test_what_a_user_asked_for_and_cannot_have_still_ends_the_start(checkpoint_folder, log, chosen, words, said):
+def test_what_a_user_asked_for_and_cannot_have_still_ends_the_start(checkpoint_folder, log, chosen, words, message):
     def start() -> None:
         made = serve(checkpoint_folder, chosen, *words)
         with served.parallel_groups(made):
             served.built(made)
 
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         start()
     assert left(log) == []
 
 
-@pytest.mark.parametrize(("k", "dtype", "said"), [(33, torch.bfloat16, "K = 33"), (64, torch.float16, "torch.float16")])
-def test_a_layer_that_cannot_be_quantized_as_asked_still_ends_the_start(monkeypatch, k, dtype, said):
+@pytest.mark.parametrize(
+    ("k", "dtype", "message"), [(33, torch.bfloat16, "K = 33"), (64, torch.float16, "torch.float16")]
+)
+def test_a_layer_that_cannot_be_quantized_as_asked_still_ends_the_start(monkeypatch, k, dtype, message):
     method = dense.DenseMethod("qkv", settings.Choice("mxfp8", "a16"))
     monkeypatch.setattr(dense, "linear", SimpleNamespace(_get_linear_backend=lambda quantization: "auto"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         method.create_weights(torch.nn.Module(), k, [64], k, 64, dtype, weight_loader=lambda *_: None)
 
 

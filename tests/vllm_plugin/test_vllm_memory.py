@@ -37,14 +37,14 @@ def share(folder: Any, *words: str) -> float:
     return float(served.engine_config(str(folder), *words).cache_config.gpu_memory_utilization)
 
 
-def said(log: list[str]) -> list[str]:
+def reported(log: list[str]) -> list[str]:
     return [message for message in log if "--gpu-memory-utilization" in message]
 
 
-def test_vllms_default_is_lowered_and_the_log_says_so(checkpoint_folder, spark, log):
+def test_vllms_default_is_lowered_and_the_log_reports_it(checkpoint_folder, spark, log):
     assert CacheConfig.gpu_memory_utilization == numbers.VLLM_SHARE
     assert share(checkpoint_folder) == numbers.SHARE
-    (line,) = said(log)
+    (line,) = reported(log)
     assert f"--gpu-memory-utilization is {numbers.SHARE} in place of vLLM's default of {numbers.VLLM_SHARE}" in line
     assert f"name another number than {numbers.VLLM_SHARE}" in line
 
@@ -52,19 +52,19 @@ def test_vllms_default_is_lowered_and_the_log_says_so(checkpoint_folder, spark, 
 @pytest.mark.parametrize("option", ["--gpu-memory-utilization", "--device-memory-utilization"])
 def test_a_users_own_share_stays_and_is_warned_of_above_the_forks(checkpoint_folder, spark, log, option):
     assert share(checkpoint_folder, option, "0.85") == 0.85
-    (line,) = said(log)
+    (line,) = reported(log)
     assert f"--gpu-memory-utilization 0.85 is more than {numbers.SHARE}" in line
 
 
 @pytest.mark.parametrize("given", [numbers.SHARE, 0.3])
 def test_a_share_that_is_small_enough_gets_no_line(checkpoint_folder, spark, log, given):
     assert share(checkpoint_folder, "--gpu-memory-utilization", str(given)) == given
-    assert said(log) == []
+    assert reported(log) == []
 
 
 def test_a_cache_of_named_bytes_is_no_share(checkpoint_folder, spark, log):
     assert share(checkpoint_folder, "--kv-cache-memory-bytes", "8G") == numbers.VLLM_SHARE
-    assert said(log) == []
+    assert reported(log) == []
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_memory_that_is_not_known_to_be_the_hosts_stays_vllms(
     host = None if total is None else memory.host_memory.HostMemory(GIB, total)
     monkeypatch.setattr(memory.host_memory, "read", lambda: host)
     assert share(checkpoint_folder) == numbers.VLLM_SHARE
-    assert said(log) == []
+    assert reported(log) == []
     assert list(memory.watched([("name", None)])) == [("name", None)]
 
 
 def test_a_gpu_that_does_not_tell_its_memory_stops_nothing(checkpoint_folder, spark, log, monkeypatch):
     monkeypatch.setattr(memory, "shared", lambda: 1 / 0)
     assert share(checkpoint_folder) == numbers.VLLM_SHARE
-    (line,) = said(log)
+    (line,) = reported(log)
     assert "division by zero" in line
     assert f"--gpu-memory-utilization {numbers.SHARE}" in line
 

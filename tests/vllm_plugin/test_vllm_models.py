@@ -169,8 +169,8 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
     most = moe.most_exact_tokens(SimpleNamespace(device="cpu", experts_per_token=4, num_experts=8))
-    told = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
-    assert rows["moe"][:3] == ("flashinfer-sm12x", told, "default")
+    description = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
+    assert rows["moe"][:3] == ("flashinfer-sm12x", description, "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
     assert '"sm12x": "spark"' in rows["qkv"][3]
 
@@ -189,7 +189,7 @@ ADAPTERS = "LoRA adapters may change them; with --lora-target-modules q_proj k_p
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words", "expected", "said"),
+    ("chosen", "words", "expected", "message"),
     [
         (FORMATS, (), dict.fromkeys(FORMATS, "ForkKernel"), ""),
         (FORMATS, ("--linear-backend", "marlin"), MARLINS, ""),
@@ -208,10 +208,10 @@ ADAPTERS = "LoRA adapters may change them; with --lora-target-modules q_proj k_p
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, chosen, words, expected, said):
+def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, chosen, words, expected, message):
     found = chosen_kernels(checkpoint_folder, chosen, *words)
     assert found == found | expected
-    assert not said or said in log
+    assert not message or message in log
 
 
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
@@ -437,7 +437,8 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(
 
 
 def test_the_last_of_an_option_counts(checkpoint_folder):
-    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an option."""
+    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an
+    option."""
     words = ("--gpu-memory-utilization", "0.7", "--max-num-seqs", "32", "--device-memory-utilization", "0.5")
     config = served.engine_config(str(checkpoint_folder), *words, "--max_num_seqs=16")
     assert config.cache_config.gpu_memory_utilization == 0.5
@@ -498,8 +499,9 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
 
     start()
     monkeypatch.setenv("CUDA_HOME", "/none")
-    remedy = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install.*{"qkv": "bf16", "lm_head": "bf16"}"""
-    with pytest.raises(ValueError, match=remedy):
+    fix = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install"""
+    fix += r""".*{"qkv": "bf16", "lm_head": "bf16"}"""
+    with pytest.raises(ValueError, match=fix):
         start()
     with pytest.raises(ValueError, match="flashinfer-sm12x: lm_head are to be quantized"):
         start("--quantization-config", '{"linear": "mxfp8"}')
@@ -509,7 +511,7 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
     folder = tmp_path / prebuilt.PACKAGE
     folder.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=remedy):
+    with pytest.raises(ValueError, match=fix):
         start()  # nothing is in it
     (folder / "manifest.json").touch()
     start()
@@ -709,5 +711,6 @@ def test_the_plugin_is_registered_again_and_again_and_never_raises(log, monkeypa
     plugin.register()
     assert len(calls) == 1
     assert log == [
-        "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: RuntimeError: vLLM has moved this"
+        "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: RuntimeError: vLLM has "
+        "moved this"
     ]

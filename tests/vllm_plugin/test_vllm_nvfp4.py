@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 experts by vLLM's methods for modelopt's and compressed-tensors' checkpoints: from the layer that vLLM builds and
-loads to its output, on CPU tensors, beside a reference in float32."""
+"""NVFP4 experts by vLLM's methods for modelopt's and compressed-tensors' checkpoints: from the layer that vLLM builds
+and loads to its output, on CPU tensors, beside a reference in float32."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Expert:
 
 
 def experts_of(seed: int, inter: int = INTER, gated: bool = True) -> list[dict[str, Expert]]:
-    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it. Without gate rows up
-    is w1."""
+    """Gate (w1), up (w3) and down (w2) of each; gate and up share a global scale, as vLLM wants it. Without gate rows
+    up is w1."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -213,7 +213,7 @@ def test_experts_without_gate_rows_are_the_forks_too(checkpoint_folder, log, mon
         "no gate, SiLU",
     ],
 )
-def test_what_is_left_to_vllm_is_said(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
+def test_what_is_left_to_vllm_is_reported(checkpoint_folder, log, monkeypatch, words, chosen, options, reason):
     from flashinfer_sm12x.vllm import nvfp4
 
     selected = []

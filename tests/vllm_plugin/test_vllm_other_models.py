@@ -137,11 +137,11 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
         assert type(method_of(layer).moe_kernel.fused_experts).__name__ == f"SM12xMxfp4{auto}Experts"
         with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(hidden)):
             got = layer(hidden, logits).float()
-    told = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
-    assert any(f"this fork's, {told}" in message for message in log)
+    description = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
+    assert any(f"this fork's, {description}" in message for message in log)
     expected = reference(hidden, logits.float(), weights, activation, limit, mode)
-    # Rounding to bf16 leaves at most 2^-9 of each value; act, summed in another order, may round to another MXFP8 value in
-    # a few places.
+    # Rounding to bf16 leaves at most 2^-9 of each value; act, summed in another order, may round to another MXFP8 value
+    # in a few places.
     error = (got - expected).norm() / expected.norm()
     print(f"error {float(error):.4f}")
     assert error < 2.0**-8

@@ -48,7 +48,7 @@ def changed(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def said(log: list[str]) -> list[str]:
+def reported(log: list[str]) -> list[str]:
     return [message for message in log if "not apply" in message]
 
 
@@ -59,11 +59,11 @@ def built(folder: Path, chosen: Any, *words: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_choice_says_where_it_applies_on_a_gpt_oss_of_another_format(tmp_path, log, name):
+def test_a_choice_reports_where_it_applies_on_a_gpt_oss_of_another_format(tmp_path, log, name):
     model = built(
         changed(tmp_path, quantization_config=FORMATS[name]), {"moe": "mxfp4-a16", "qkv": "mxfp8", "lm_head": "mxfp4"}
     )
-    (line,) = said(log)
+    (line,) = reported(log)
     assert f"the checkpoint's layers are {name}, not gpt-oss's own MXFP4, and stay so: " in line
     assert line.endswith("moe=mxfp4-a16, qkv=mxfp8 do not apply; the LM head alone is mxfp4-a16")
     rows = table(log)
@@ -79,14 +79,14 @@ def test_a_choice_says_where_it_applies_on_a_gpt_oss_of_another_format(tmp_path,
 
 def test_without_a_choice_there_is_the_table_and_no_line(tmp_path, log):
     built(changed(tmp_path), {})
-    assert said(log) == []
+    assert reported(log) == []
     assert table(log)["moe"][1:3] == ("bf16, as the checkpoint", "default")
     assert table(log)["lm_head"][:2] == ("vLLM's (cuBLAS)", "bf16")
 
 
 def test_gpt_oss_in_its_own_format_gets_no_such_line(checkpoint_folder, log):
     built(checkpoint_folder, "spark")
-    assert said(log) == []
+    assert reported(log) == []
 
 
 def test_quarks_mxfp4_weights_of_gpt_oss_stay_vllms_as_the_page_says(tmp_path, log):
@@ -97,13 +97,13 @@ def test_quarks_mxfp4_weights_of_gpt_oss_stay_vllms_as_the_page_says(tmp_path, l
     assert "| Quark, MXFP4 weights alone (`w_mxfp4`), but gpt-oss | this fork |" in page
 
 
-def test_another_model_says_that_the_choices_are_gpt_osss(tmp_path, log, monkeypatch):
+def test_another_model_reports_that_the_choices_are_gpt_osss(tmp_path, log, monkeypatch):
     monkeypatch.setattr(torch.ops._C, "silu_and_mul", None, raising=False)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 128}
     config |= {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     model = built(tmp_path, "spark,moe=mxfp4-a8")
-    line, experts = said(log)
+    line, experts = reported(log)
     assert line.endswith(
         "qkv=mxfp6, o=mxfp6, lm_head=mxint8 do not apply to LlamaForCausalLM: these choices are gpt-oss's"
     )

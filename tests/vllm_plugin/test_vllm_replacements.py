@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_vllm_processes import start
 
-from flashinfer_sm12x.vllm import contacts, replacements
+from flashinfer_sm12x.vllm import api_checks, replacements
 
-FAILS = [(part, at) for part in contacts.TABLE for at in range(len(replacements.of(part)))]
-LEFT_WITH = {"config": set(contacts.TABLE), "experts": {"nvfp4"}}
+FAILS = [(part, at) for part in api_checks.TABLE for at in range(len(replacements.of(part)))]
+LEFT_WITH = {"config": set(api_checks.TABLE), "experts": {"nvfp4"}}
 """Part -> the others whose replacements are not made either if it fails."""
 
 
@@ -48,6 +48,6 @@ def test_a_part_that_fails_on_the_way_replaces_nothing(found: Any, part: str, at
             str(each) for each in replacements.TABLE if each.part not in without
         ), case
         assert part in case["left"]
-        assert f"flashinfer-sm12x: {contacts.MODULES[part][1]} left to vLLM: RuntimeError: injected" in case["log"]
+        assert f"flashinfer-sm12x: {api_checks.MODULES[part][1]} left to vLLM: RuntimeError: injected" in case["log"]
         if part == "config":
             assert case["outcome"] == "RuntimeError: injected"

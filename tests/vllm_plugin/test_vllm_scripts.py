@@ -48,7 +48,7 @@ SOAK += ("--idle", "2", "--allow-mib", "40")
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("", "well: 9 rounds, no growth, no request left behind, the same greedy answer throughout"),
         ("memory", "not well: host_mib grew by "),
@@ -57,11 +57,11 @@ SOAK += ("--idle", "2", "--allow-mib", "40")
         ("start", "not well: ServerEnded: the server ended with status 2 while it started"),
     ],
 )
-def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, fault, said):
+def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, fault, message):
     python = ("--unknown",) if fault == "start" else ()
     done = run("soak_server.py", *SOAK, "--port", port(), "--out", str(tmp_path), "--", *python, fault=fault)
     print(done.stdout, done.stderr)
-    assert (done.stderr if fault else done.stdout).splitlines()[-1].startswith(said)
+    assert (done.stderr if fault else done.stdout).splitlines()[-1].startswith(message)
     assert done.returncode == (1 if fault else 0)
     result = json.loads((tmp_path / "soak.json").read_text())
     assert bool(result["wrong"]) == bool(fault)
@@ -220,9 +220,8 @@ def test_kinds_of_kernels():
     assert set(ours) == defined
     names = {f"void flashinfer::sm12x::{name}<Foo>(flashinfer::sm12x::Params)": kind for name, kind in ours.items()}
     names |= {
-        "void flashinfer::sm12x::grouped_gemm_kernel<flashinfer::sm12x::GemmConfig<(flashinfer::sm12x::Role)2, Foo> >": (
-            "dense, this fork"
-        ),
+        "void flashinfer::sm12x::grouped_gemm_kernel<flashinfer::sm12x::GemmConfig<(flashinfer::sm12x::Role)2, "
+        "Foo> >": ("dense, this fork"),
         "triton_red_fused__to_copy_add_mean_moe_forward_mul_pow_rsqrt_0": "norms and the like",
         "kernel_mha": "attention",
         "nvjet_tst_128x8_64x12_2x1_v_bz_TNT": "GEMM",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's ways to gpt-oss's and DeepSeek-V4's experts on SM120, by its own code: from weights to the call, on CPU tensors.
+"""SGLang's ways to gpt-oss's and DeepSeek-V4's experts on SM120, by its own code: from weights to the call, on CPU
+tensors.
 
 SGLang cannot be imported without the libraries of a GPU. So its functions are compiled from their source in its wheel,
 as they stand there; what they name of SGLang's besides (a context manager of its allocator, settings, platform, parents

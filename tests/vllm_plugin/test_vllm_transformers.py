@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashinfer_sm12x/quantize/gpt_oss.py`` and its example: transformers' gpt-oss with this fork's experts, on CPU tensors."""
+"""``flashinfer_sm12x/quantize/gpt_oss.py`` and its example: transformers' gpt-oss with this fork's experts, on CPU
+tensors."""
 
 from __future__ import annotations
 

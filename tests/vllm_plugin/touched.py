@@ -2,9 +2,9 @@
 """What the plugin's code touches of vLLM, found by walking its syntax trees, without importing vLLM.
 
 Each expression whose attribute is read gets a type: a class of vLLM's, an object that a module imports from vLLM, or
-:data:`OURS`, of which anything may be read. Types come from imports, annotations and assignments; what these do not tell
-stands in ``NAMES`` and ``VALUES``, by hand. An expression whose type nothing tells is an error, so that no attribute is
-left out.
+:data:`OURS`, of which anything may be read. Types come from imports, annotations and assignments; what these do not
+tell stands in ``NAMES`` and ``VALUES``, by hand. An expression whose type nothing tells is an error, so that no
+attribute is left out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from flashinfer_sm12x.vllm import contacts
+from flashinfer_sm12x.vllm import api_checks
 
-PLUGIN = Path(contacts.__file__).parent
+PLUGIN = Path(api_checks.__file__).parent
 OURS = "-"
 """The type of all that is not vLLM's: torch's, the standard library's, this fork's."""
 
@@ -127,7 +127,7 @@ class File:
             elif node.value is not None:
                 stack += [node.value, node.target]
 
-    def told(self, expression: ast.expr, function: Function | None) -> str | None:
+    def named_class(self, expression: ast.expr, function: Function | None) -> str | None:
         text = ast.unparse(expression)
         for key in (f"{self.path.name} {function.name if function else ''}: {text}", f"{self.path.name}: {text}"):
             if key in self.walk_.names:
@@ -138,8 +138,9 @@ class File:
     def type_of(
         self, node: ast.expr, function: Function | None, cls: ast.ClassDef | None, record: bool = False, depth: int = 0
     ) -> str:
-        """The type of an expression; ``?`` and a reason where nothing tells. ``record``: note what it touches itself."""
-        known = self.told(node, function)
+        """The type of an expression; ``?`` and a reason where nothing tells. ``record``: note what it touches
+        itself."""
+        known = self.named_class(node, function)
         if known is not None and not (record and isinstance(node, (ast.Attribute, ast.Call))):
             return known
         if depth > 20:
@@ -203,8 +204,8 @@ class File:
                 for node in ast.walk(method):
                     for target, value in _assignments(node):
                         if ast.unparse(target) == f"self.{name}":
-                            told = self.told(target, method)
-                            return told or (self.type_of(value, method, cls, depth=5) if value else OURS)
+                            named_class = self.named_class(target, method)
+                            return named_class or (self.type_of(value, method, cls, depth=5) if value else OURS)
         for each in cls.bases:
             if isinstance(each, ast.Name) and each.id in self.classes:
                 found = self.own(self.classes[each.id], name)
@@ -369,11 +370,11 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _is_module(path: str) -> bool:
-    """Whether an import from vLLM is a module: those are what the table has contacts of, or are named like one."""
+    """Whether an import from vLLM is a module: those are what the table has checks of, or are named like one."""
     return path.rpartition(".")[2].islower() and path in MODULES
 
 
-MODULES = {module for part in contacts.TABLE.values() for module in part}
+MODULES = {module for part in api_checks.TABLE.values() for module in part}
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:

@@ -36,8 +36,8 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there, and a
-    virtual device the GPU.
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there, and
+    a virtual device the GPU.
 
     ``__doc__`` is a module's docstring.
     """
@@ -50,7 +50,7 @@ def with_definitions(text: str) -> str:
 
 
 def definitions(source: str, names: Iterable[str]) -> str:
-    """Top-level definitions of a Python module of this fork, in its order, with the comments in front of them.
+    """Top-level definitions of a Python module of this fork, in its order, with the comments before them.
 
     Raises:
         ExportError: one is not there.

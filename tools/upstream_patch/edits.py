@@ -136,7 +136,7 @@ def mismatch(place: Place, files: Files) -> str:
     none."""
     source = files.original(place.file)
     if source is None:
-        made = files.text(place.file) is not None  # by this topic or one in front of it
+        made = files.text(place.file) is not None  # by this topic or one before it
         return "" if made else f"{place.name}: there is no such file"
     try:
         bounds = _bounds(place, source)

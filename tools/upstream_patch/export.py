@@ -68,10 +68,10 @@ def _changes(topic: Topic, files: Files) -> tuple[Exported, list[str]]:
         if files.original(path) is not None:
             wrong.append(f"{path}: upstream has a file of that name")
         files.changed[path] = style.with_header(path, text)
-    wrong += [said for place in dict.fromkeys(edit.place for edit in edits) if (said := mismatch(place, files))]
+    wrong += [message for place in dict.fromkeys(edit.place for edit in edits) if (message := mismatch(place, files))]
     for edit in edits:
-        if not wrong and (said := apply(edit, files)):
-            wrong.append(said)
+        if not wrong and (message := apply(edit, files)):
+            wrong.append(message)
     for path in [path for path in new if path.endswith(".py")]:
         files.changed[path] = style.wrapped(files.changed[path])
     own = sorted({*new, *(edit.place.file for edit in edits)})
@@ -119,9 +119,9 @@ def _checked(chosen: Sequence[Topic], folder: Path, revision: str) -> list[Expor
     done: dict[str, Exported] = {}
     for topic in chosen:
         before = done[topic.after].state if topic.after else {}
-        done[topic.name], said = _changes(topic, Files(folder, revision, before))
-        wrong += [f"{topic.name}: {line}" for line in said]
-        fit += [topic.name] if not said and topic.after in fit else []
+        done[topic.name], message = _changes(topic, Files(folder, revision, before))
+        wrong += [f"{topic.name}: {line}" for line in message]
+        fit += [topic.name] if not message and topic.after in fit else []
     if wrong:
         version = (Files(folder, revision).original("version.txt") or "").strip()  # the wheel has no such file
         raise ExportError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's formatting: its licence header, its line lengths, its formatters.
 
-Their settings are those of upstream's repository in August 2026: the wheel has none. Comments and paragraphs of docstrings
-are wrapped here: ruff leaves them as they are.
+Their settings are those of upstream's repository in August 2026: the wheel has none. Comments and paragraphs of
+docstrings are wrapped here: ruff leaves them as they are.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def tool(name: str) -> str:
 def _run(*command: str, folder: Path | None = None, given: str | None = None) -> str:
     done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = f"{' '.join(command[:3])} refuses what was exported:\n{done.stdout}{done.stderr}"
-        raise ExportError(said.rstrip())
+        message = f"{' '.join(command[:3])} refuses what was exported:\n{done.stdout}{done.stderr}"
+        raise ExportError(message.rstrip())
     return done.stdout
 
 

@@ -243,14 +243,14 @@ class Kernel:
         stream: int = 0,
         weak_memory: int = 0,
     ) -> Launch:
-        """Run it to its end; the result holds any failure and the watchers' findings.
+        """Run it to its end; the result holds any failure and the checkers' findings.
 
         Args:
             grid, block: One to three dimensions.
             params: The parameter buffer, see :func:`pack`.
             dynamic_shared: Bytes; granted as if ``cudaFuncSetAttribute`` had been called with them.
             registers: Registers per thread; 0 leaves the register file unchecked.
-            watch: The watchers to run.
+            watch: The checkers to run.
             max_reports: Findings kept of each kind.
             max_warp_instructions: The most warp instructions of the launch; 0 takes the device's default.
             programmatic: Use programmatic stream serialization: on a GPU it could start before the launch ahead ends.

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """One finding of a watcher.
+    """One finding of a checker.
 
     Attributes:
         kind: The kind of finding, for example ``"out of bounds"``.
@@ -113,7 +113,7 @@ class Launch:
 
     @property
     def clean(self) -> bool:
-        """It ran to its end and no watcher reported anything."""
+        """It ran to its end and no checker reported anything."""
         return self.status == "ok" and not self.reports
 
     def __str__(self) -> str:

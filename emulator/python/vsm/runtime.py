@@ -99,9 +99,9 @@ class Runtime:
         Args:
             architecture: ``"sm_121a"`` or ``"sm_90a"``; a change resets the device.
             threads: Host threads, 0: one per core. Takes effect at the next :meth:`reset`.
-            watch: The watchers to run.
+            watch: The checkers to run.
             max_warp_instructions: The most warp instructions of a launch; 0: the device's default.
-            strict: A watcher's report fails its launch.
+            strict: A checker's report fails its launch.
             log: Explanations of refused calls and reports go to stderr too.
             accumulation_bits: Fraction bits that ``mma`` keeps of its sums, at most 30: of all kinds, or by name
                 (``vsm.ACCUMULATION_KINDS``). 0 means exact sums, as do kinds that are not named.
@@ -248,7 +248,8 @@ def activate_runtime() -> Runtime:
         others = [path for path in loaded_libraries(name) if path.parent.resolve() != directory.resolve()]
         if others and _handle(name) != _handle(str(directory / name)):
             raise VsmError(
-                f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not the "
+                f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not "
+                "the "
                 "virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "
                 f"LD_PRELOAD={directory / _LIBRARIES[0]}"
             )

@@ -71,7 +71,7 @@ const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint
   }
   region_touch(*r, address, bytes);
   // As of when the copy was issued: it may be done any time after that.
-  if (w.block->watches_grids)
+  if (w.block->checks_grids)
     w.block->note_grid_access(w, *c.inst, c.lane, address, bytes, !store || c.reduce >= 0, store, c.clock);
   return *r;
 }
@@ -164,7 +164,7 @@ void Block::issue(PendingCopy copy) {
   if (order) order->release(copy.warp, 1u << copy.lane, copy.clock.threads);
   const bool bulk = copy.kind == PendingCopy::Kind::kBulk || copy.kind == PendingCopy::Kind::kTensor;
   const bool watched = bulk && (launch->config->watch & kWatchFences);
-  if (watched && !async) async = std::make_unique<AsyncWatch>(shared.size);
+  if (watched && !async) async = std::make_unique<AsyncChecker>(shared.size);
   const bool reads = !copy.to_shared || copy.shared_to_shared;
   std::vector<Piece> parts;
   tma::Descriptor d;

@@ -28,7 +28,7 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
     order->start(count);
   }
   if (c.watch & kWatchRaces) {
-    races = std::make_unique<RaceWatch>();
+    races = std::make_unique<RaceChecker>();
     races->start(l->shared_bytes, count);
   }
   mbarriers.clear();
@@ -43,7 +43,7 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   known = KnownBlocks();
   open_stores.clear();
   accesses = shares;
-  watches_grids = accesses || l->in_flight;
+  checks_grids = accesses || l->in_flight;
   triggered = false;
   std::fill_n(grid_waits, kMaxWarps, 0u);
   sync_variables.clear();

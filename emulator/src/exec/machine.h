@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "device.h"
-#include "exec/arrival_watch.h"
-#include "exec/async_watch.h"
+#include "exec/arrival_checker.h"
+#include "exec/async_checker.h"
 #include "exec/global_async.h"
 #include "exec/grid_order.h"
 #include "exec/memory.h"
-#include "exec/race_watch.h"
+#include "exec/race_checker.h"
 #include "exec/types.h"
 #include "exec/weak_memory.h"
 #include "program.h"
@@ -231,7 +231,7 @@ struct Warp {
   uint32_t unwaited_group[32] = {};
   uint32_t bulk_groups[32] = {};
   Clock clock;  // by warps; by threads: Block::order
-  std::unique_ptr<ArrivalWatch> arrivals;  // null: not watched
+  std::unique_ptr<ArrivalChecker> arrivals;  // null: not watched
 
   Fragment& frag() { return fragments[current]; }
 
@@ -299,7 +299,7 @@ struct Warp {
                          uint64_t address = 0);
   Counters& counters();
 
-  // --- arrivals, if watched (arrival_watch.h) -------------------------------------------------------------------
+  // --- arrivals, if watched (arrival_checker.h) -------------------------------------------------------------------
   void check_arrival(const Inst& in, int lane, uint32_t address);
   /// An atomic or a strong store, about to be done.
   void check_signal(const Inst& in, int lane, Space space, uint64_t address, bool release, bool block_scope);
@@ -313,7 +313,7 @@ struct Warp {
   uint8_t* access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind,
                   Manner manner = Manner::kWeak);
   /// A prefetch of `bytes` bytes (1: of whatever line holds the address) must name global memory of one allocation. It
-  /// is a hint, so no watcher takes it for a read: what it brings in may be overwritten, or not written yet.
+  /// is a hint, so no checker takes it for a read: what it brings in may be overwritten, or not written yet.
   void check_prefetch(const Inst& in, int lane, uint64_t address, uint32_t bytes);
   /// Counters of one warp-wide access: sectors, bank conflicts.
   void count_access(const Inst& in, Space space, const uint64_t* addresses, uint32_t mask, uint32_t bytes, bool store);
@@ -343,7 +343,7 @@ struct MBarrier {
   Clock completed;  // ... and those of the last complete one
   int init_warp = 0;  // who initialized it, at which value of its clock
   uint32_t init_clock = 0;
-  struct PhaseFill {  // of AsyncWatch: what landed in a phase
+  struct PhaseFill {  // of AsyncChecker: what landed in a phase
     uint32_t id;
     uint64_t serial, phase;
   };
@@ -404,18 +404,18 @@ struct Block {
   Counters counters;
   RegionCache cache;
   GridAccesses* accesses = nullptr;  // the host thread's share of Launch::accesses
-  bool watches_grids = false;
+  bool checks_grids = false;
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
   uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock at its first griddepcontrol.wait; 0: it has not
   Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
   Clock published;  // likewise, inits of mbarriers by fence.mbarrier_init
   KnownBlocks known;
   std::unordered_map<int, std::vector<uint32_t>> open_stores;  // by thread: of Launch::global_async, not waited for
-  std::unique_ptr<AsyncWatch> async;  // null: no bulk copy so far, or not watched
+  std::unique_ptr<AsyncChecker> async;  // null: no bulk copy so far, or not watched
   std::unordered_map<uint64_t, Clock> sync_variables;  // addresses used by atomics, releases, acquires; global ones
   // if `order` is kept
   std::unique_ptr<ThreadOrder> order;  // null: not kept
-  std::unique_ptr<RaceWatch> races;  // null: not watched
+  std::unique_ptr<RaceChecker> races;  // null: not watched
   UnfencedSignals unfenced_signals;  // shared addresses
   uint64_t effects = 0;  // side effects so far: the measure of progress
   uint64_t effects_seen = 0;  // at the last time-out of waits

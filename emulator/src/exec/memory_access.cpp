@@ -51,7 +51,7 @@ uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
   if (b.async && !b.async->clear(w.id, a, bytes, kind != Access::kLoad))
     b.async->check(w, in, lane, a, bytes, kind != Access::kLoad, w.clock);
   if (w.arrivals) {
-    ArrivalWatch::Steps& what = in.cls == OpClass::kAsyncCopy ? w.arrivals->copied : w.arrivals->touched;
+    ArrivalChecker::Steps& what = in.cls == OpClass::kAsyncCopy ? w.arrivals->copied : w.arrivals->touched;
     // A matrix instruction is the whole warp's, whoever gives the address.
     w.arrivals->access(what, manner == Manner::kWholeWarp ? ~0u : 1u << lane, w.steps + 1);
   }
@@ -111,7 +111,7 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
     if (kind != Access::kLoad) l.global_async->wrote(w, address, bytes);
   }
   if (count) region_touch(*r, address, bytes);
-  if (b.watches_grids)
+  if (b.checks_grids)
     b.note_grid_access(w, in, lane, address, bytes, kind != Access::kStore, kind != Access::kLoad, w.clock);
   return reinterpret_cast<uint8_t*>(address);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is ordered before what among the threads of a block: a vector clock for each thread, for the modes that need it
-// (race_watch.h, weak_memory.h). Base causality order, PTX ISA 9.0, 8.9.5, as far as it runs through the block.
+// (race_checker.h, weak_memory.h). Base causality order, PTX ISA 9.0, 8.9.5, as far as it runs through the block.
 #pragma once
 
 #include <cstddef>

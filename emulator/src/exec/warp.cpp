@@ -88,7 +88,7 @@ void Warp::start(Block* b, int warp_id) {
   std::fill_n(bulk_groups, 32, 0u);
   clock = Clock();
   clock.t[id] = 1;
-  arrivals = l.config->watch & kWatchArrivals ? std::make_unique<ArrivalWatch>() : nullptr;
+  arrivals = l.config->watch & kWatchArrivals ? std::make_unique<ArrivalChecker>() : nullptr;
   for (const Code::SpecialSlot& s : c.specials) write_special(*this, s);
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 
 /* architecture: "sm_121a" or "sm_90a"; another one than now resets the device. watch: flags of device.h.
    host_threads 0: all cores (takes effect at the next reset). max_warp_instructions 0: the default bound.
-   strict: a watcher's report fails its launch. log: explanations go to stderr too. accumulation_bits: of mma, six bytes for
+   strict: a checker's report fails its launch. log: explanations go to stderr too. accumulation_bits: mma's, six bytes for
    bf16, f16, tf32, f8, mxf8f6f4 and mxf4, 0: exact (tensor.h). Returns 0, or -1 for a bad name. */
 int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t watch, uint64_t max_warp_instructions,
                           int strict, int log, const uint8_t* accumulation_bits);

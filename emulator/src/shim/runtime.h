@@ -108,7 +108,7 @@ struct Settings {
   /// PTX is read with the second text of each in place of all occurrences of the first.
   std::vector<std::pair<std::string, std::string>> planted;
   tensor::AccumulationBits accumulation_bits;  // LaunchConfig's
-  bool strict = false;         // a watcher's report fails the launch, as compute-sanitizer's error exit would
+  bool strict = false;         // a checker's report fails the launch, as compute-sanitizer's error exit would
   bool log_to_stderr = true;
   std::string trace_path;      // a line of JSON per launch is appended
 };

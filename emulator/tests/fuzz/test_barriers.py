@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergence against barriers: random legal programs leave what a model of independent threads says, no watcher speaks.
+"""Divergence against barriers: random legal programs leave what a model of independent threads says, no checker speaks.
 
 ``python test_barriers.py SEED`` prints one program; ``python test_barriers.py FIRST LAST`` runs all in between.
 """

@@ -68,12 +68,12 @@ def test_resources_are_those_that_cuobjdump_shows(toolkit, tool, fatbin):
     assert ".target sm_121a" in lines
 
 
-def test_compression_is_told(tool, fatbin):
+def test_compression_is_reported(tool, fatbin):
     lines = run(tool, "dump", fatbin("small", "--compress-mode=size", *BOTH))
     assert "ptx 121 compressed" in lines
 
 
-def test_several_architectures_are_told_apart(tool, fatbin):
+def test_several_architectures_are_distinguished(tool, fatbin):
     file = fatbin("several", "-no-compress", *BOTH, "-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]")
     heads = [" ".join(line.split()[:3]) for line in run(tool, "dump", file).splitlines() if not line.startswith(" ")]
     assert sorted(heads) == ["cubin 121 plain", "cubin 90 plain", "ptx 121 plain", "ptx 90 plain"]

@@ -39,7 +39,7 @@ def device() -> Iterator[Device]:
 
 
 def run(device: Device, case: Case, inputs: list[bytes]) -> list[bytes]:
-    """The buffers after the kernel; no watcher may say anything."""
+    """The buffers after the kernel; no checker may say anything."""
     contents = iter(inputs)
     addresses: list[int] = []
     arguments: list[object] = []

@@ -18,13 +18,13 @@ def program(compile_upstream) -> Path:
 
 
 # Between the init of an mbarrier and the bulk copy that signals it, the scan has a block barrier and no fence. cub's
-# sources (kernel_transform.cuh) say that CUDA's memory model allows that; the watcher is stricter.
+# sources (kernel_transform.cuh) say that CUDA's memory model allows that; the checker is stricter.
 UNPUBLISHED = {"missing proxy fence": ("cp.async.bulk.shared::cta.global.mbarrier",)}
 
 
 @pytest.mark.parametrize("count", [1, 1000, 4099, 100_003])
 @pytest.mark.parametrize("what", ["scan", "reduce"])
-def test_sums(program, run_watched, tmp_path, monkeypatch, what, count):
+def test_sums(program, run_checked, tmp_path, monkeypatch, what, count):
     monkeypatch.setenv("VSM_THREADS", "1")  # which tiles a block takes over repeats
     print("seed", count)
     values = np.random.default_rng(count).integers(-(2**31), 2**31, count, np.int32)
@@ -35,7 +35,7 @@ def test_sums(program, run_watched, tmp_path, monkeypatch, what, count):
     if what == "scan" and count < 100_003:
         # A scan whose only tile is not full adds what lies behind its items in shared memory, and drops those sums.
         known |= {"uninitialized read": ("ld.shared",)}
-    _, launches = run_watched(program, what, tmp_path / "input", tmp_path / "output", known=known)
+    _, launches = run_checked(program, what, tmp_path / "input", tmp_path / "output", known=known)
     for report in (report for launch in launches for report in launch["reports"]):
         assert report["kind"] != "missing proxy fence" or "with no fence.mbarrier_init" in report["text"]
     output = np.fromfile(tmp_path / "output", np.int32)

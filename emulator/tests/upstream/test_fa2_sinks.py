@@ -42,7 +42,7 @@ CASES = {
     "prefill": Case(128, 100, (Sequence(60, 60), Sequence(37, 290))),
     "prefill in parts": Case(128, 8, (Sequence(60, 60), Sequence(37, 290))),
 }
-# The watchers' findings, which do not affect the stored results. The kernel reads tile rows without a query or token,
+# The checkers' findings, which do not affect the stored results. The kernel reads tile rows without a query or token,
 # and slots of the merge's ring without a part, uninitialized. Each warp stages its output with stmatrix over memory
 # that its lanes have read, and reads it back in other lanes without __syncwarp: only lockstep execution orders these.
 KNOWN = {"uninitialized read": ("ldmatrix.", "ld.shared.v4"), "race": ("stmatrix.", "ld.shared.v4")}
@@ -125,7 +125,7 @@ def attend(
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("cache", CACHE_TYPES)
-def test_attention(build, run_watched, tmp_path, cache, case, window):
+def test_attention(build, run_checked, tmp_path, cache, case, window):
     """Every row within its bound of float64. The pages lie in random order; behind a sequence's last token they hold
     NaN."""
     tile, part, sequences = CASES[case]
@@ -148,7 +148,7 @@ def test_attention(build, run_watched, tmp_path, cache, case, window):
     (tmp_path / "in").write_bytes(b"".join(array.tobytes() for array in arrays))
     window_left = -1 if window is None else window - 1
     split = "in parts" in case
-    out, launches = run_watched(
+    out, launches = run_checked(
         build(cache, tile), window_left, part, len(sequences), HEADS, KV_HEADS, pages, PAGE,
         tmp_path / "in", tmp_path / "out", known=KNOWN,
     )  # fmt: skip

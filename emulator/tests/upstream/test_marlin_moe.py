@@ -86,7 +86,7 @@ def store_scales(scales: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tokens", CASES)
-def test_grouped_gemm(build, run_watched, tmp_path, tokens):
+def test_grouped_gemm(build, run_checked, tmp_path, tokens):
     """Each route's row times its expert's weights and its own, against float64."""
     block = CASES[tokens][0]
     seed = random.randrange(2**31)
@@ -108,12 +108,12 @@ def test_grouped_gemm(build, run_watched, tmp_path, tokens):
     arrays = (activations, store_elements(codes), store_scales(scales), padded, np.array(block_experts, np.int32),
               np.array([padded.size], np.int32), weights)  # fmt: skip
     (tmp_path / "in").write_bytes(b"".join(array.tobytes() for array in arrays))
-    # What the watchers find, with no effect on what is stored: rows of a block without a route are multiplied as shared
-    # memory has them; behind the last tile of K each warp loads registers from the stage that would be next, which
+    # What the checkers find, with no effect on what is stored: rows of a block without a route are multiplied as shared
+    # memory has them; after the last tile of K each warp loads registers from the stage that would be next, which
     # nothing filled, or where with the smaller tiles another warp puts its partial sums already.
     known = {"uninitialized read": ("ldmatrix.", "ld.shared.")} | (RACE if tokens < 64 else {})
     command = (build(tokens), tokens, TOP_K, EXPERTS, N, K, padded.size, tmp_path / "in", tmp_path / "out")
-    _, launches = run_watched(*command, known=known)
+    _, launches = run_checked(*command, known=known)
     assert launches[0]["counters"]["mma_flops"] >= 2 * tokens * TOP_K * N * K
     got = from_bf16(np.fromfile(tmp_path / "out", np.uint16)).reshape(tokens, TOP_K, N)
     values = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * np.exp2(np.repeat(scales.swapaxes(1, 2), 32, 2) - 127.0)
@@ -125,7 +125,7 @@ def test_grouped_gemm(build, run_watched, tmp_path, tokens):
             expected = weight * (values[expert] @ a[token])
             magnitude = weight * (np.abs(values[expert]) @ np.abs(a[token]))
             # Elements times scales are exact in bf16. The sum is rounded to float32 once for each 16 of K and where
-            # partial sums meet (8 of a block, up to 8 blocks), to bf16 before the route's weight and behind it (2^-8
+            # partial sums meet (8 of a block, up to 8 blocks), to bf16 before the route's weight and after it (2^-8
             # each).
             bound = 2.0**-7 * (1 + 2.0**-9) * np.abs(expected) + 2.0**-24 * (K // 16 + 16) * magnitude
             share = np.max(np.abs(got[token, route] - expected) / bound)

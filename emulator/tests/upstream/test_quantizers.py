@@ -81,7 +81,8 @@ def arranged(scales: np.ndarray, layout: str) -> np.ndarray:
 
 
 def random_bits(dtype: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows at scales from the smallest to the largest, blocks at a power of two's edge, zeros, subnormals, infinities, NaN."""
+    """Rows at scales from the smallest to the largest, blocks at a power of two's edge, zeros, subnormals, infinities,
+    NaN."""
     mantissa, bias = (7, 127) if dtype == "bf16" else (10, 15)
     top = 2 * bias + 1  # the exponent field of infinity
     center = rng.integers(0, top, (rows, 1))
@@ -104,13 +105,13 @@ def random_bits(dtype: str, rows: int, columns: int, rng: np.random.Generator) -
 @pytest.mark.parametrize("layout", ["linear", "128x4", "8x4"])
 @pytest.mark.parametrize("dtype", ["bf16", "half"])
 @pytest.mark.parametrize("target", ["mxfp8", "mxfp4"])
-def test_bit_for_bit(quantize, run_watched, tmp_path, target, dtype, layout, rows, columns):
+def test_bit_for_bit(quantize, run_checked, tmp_path, target, dtype, layout, rows, columns):
     seed = rows * columns
     print("seed", seed)
     bits = random_bits(dtype, rows, columns, np.random.default_rng(seed))
     values = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bf16" else bits.view(np.float16)
     bits.tofile(tmp_path / "input")
-    _, launches = run_watched(quantize, target, dtype, rows, columns, layout, tmp_path / "input", tmp_path / "output")
+    _, launches = run_checked(quantize, target, dtype, rows, columns, layout, tmp_path / "input", tmp_path / "output")
     assert len(launches) == 1
     output = np.fromfile(tmp_path / "output", np.uint8)
     codes, scales = reference(values, 448 if target == "mxfp8" else 6)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's small kernels of a decode step from the wheel, in gpt-oss's sizes: RMSNorm with the residual added, rope, and the
-append to a paged KV cache."""
+"""Upstream's small kernels of a decode step from the wheel, in gpt-oss's sizes: RMSNorm with the residual added, rope,
+and the append to a paged KV cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 HIDDEN, HEADS, KV_HEADS, HEAD, PAGE = 2880, 64, 8, 64, 16
 EPSILON = 1e-5
-# What the watchers find, with no effect on what is stored: the norm's first warp writes its sum where its lane 0 has read, with
-# no __syncwarp.
+# What the checkers find, with no effect on what is stored: the norm's first warp writes its sum where its lane 0 has
+# read, with no __syncwarp.
 KNOWN = {"race": ("st.shared.f32",)}
 
 
@@ -34,7 +34,7 @@ def rotated(values: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
-def test_a_step(program, run_watched, tmp_path, sequences: int) -> None:
+def test_a_step(program, run_checked, tmp_path, sequences: int) -> None:
     """Results within their roundings of float64, the cache untouched but for the new rows; and what a step takes."""
     seed = random.randrange(2**31)
     print("seed", seed)
@@ -55,7 +55,7 @@ def test_a_step(program, run_watched, tmp_path, sequences: int) -> None:
     caches = [rng.integers(0, 2**15, (pages, KV_HEADS, PAGE, HEAD), np.uint16) for _ in range(2)]
     arrays = (x, residual, weight, q, k, v, table, positions, offsets, last, page_table, *caches)
     (tmp_path / "in").write_bytes(b"".join(array.tobytes() for array in arrays))
-    _, launches = run_watched(
+    _, launches = run_checked(
         program, sequences, HIDDEN, HEADS, KV_HEADS, pages, PAGE, tmp_path / "in", tmp_path / "out", known=KNOWN
     )
     assert len(launches) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's XQA decode kernel, from the wheel: silent under the watcher of GB10's ordering rule, whose remedy it
+"""Upstream's XQA decode kernel, from the wheel: silent under the checker of GB10's ordering rule, whose fix it
 carries for sm_121a."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture
-def decode(run_watched, tmp_path):
+def decode(run_checked, tmp_path):
     """Softmax(q k / sqrt(d)) v of random bf16: the launches, and the largest error as a share of its bound."""
 
     def run(program, lengths, limit, watch, known=None):
@@ -58,7 +58,7 @@ def decode(run_watched, tmp_path):
         k, v = (bf16(rng.standard_normal((batch, limit, HEADS, ELEMENTS))) for _ in range(2))
         (tmp_path / "in").write_bytes(np.array(lengths, np.uint32).tobytes() + q.tobytes() + k.tobytes() + v.tobytes())
         command = (program, batch, HEADS, limit, tmp_path / "in", tmp_path / "out")
-        _, launches = run_watched(*command, watch=watch, known=known)
+        _, launches = run_checked(*command, watch=watch, known=known)
         got = widened(np.fromfile(tmp_path / "out", np.uint16)).reshape(q.shape)
         worst = 0.0
         for b, length in enumerate(lengths):

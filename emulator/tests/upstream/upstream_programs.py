@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for programs that compile upstream's sources from the installed wheel and run on the virtual GPU with every watcher on."""
+"""Fixtures for programs that compile upstream's sources from the installed wheel and run on the virtual GPU with every
+checker on."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 INCLUDES = ("include", "csrc", "csrc/nv_internal", "csrc/nv_internal/include", "cutlass/include",
-            "cutlass/tools/util/include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust", "spdlog/include")  # fmt: skip
+            "cutlass/tools/util/include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust",
+            "spdlog/include")  # fmt: skip
 # The flags of upstream's JIT, but PTX only: the virtual GPU executes PTX, and ptxas would double the time.
 FLAGS = ("-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-w",
-         "-gencode", "arch=compute_121a,code=compute_121a", "-DENABLE_BF16", "-DENABLE_FP8", "-DENABLE_FP4")  # fmt: skip
+         "-gencode", "arch=compute_121a,code=compute_121a", "-DENABLE_BF16", "-DENABLE_FP8",
+         "-DENABLE_FP4")  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +44,8 @@ def compile_upstream(compile_cuda: Callable[..., Path], wheel: Path) -> Callable
 
 
 @pytest.fixture
-def run_watched(shim: Path, tmp_path: Path) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
-    """Run a program with every watcher on: what it printed and its launches.
+def run_checked(shim: Path, tmp_path: Path) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
+    """Run a program with every checker on: what it printed and its launches.
 
     ``known`` gives the kinds that must be reported and, for each, how the instructions at fault begin: others, or none
     of a kind, fail.

@@ -7,7 +7,7 @@
 ``fused_moe_120_<instance>``     another instance, registered with one of the modules above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
-``router_sm12x``                 a mixture of experts' router, with the norm in front of it
+``router_sm12x``                 a mixture of experts' router, with the norm before it
 ``decode_sm12x``                 decode attention, with rope and append
 ``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x.doctor.probe``)
 ===============================  =================================================================
@@ -65,7 +65,8 @@ HALF_MMA_VARIABLE = "FLASHINFER_SM12X_HALF_MMA"
 width that :func:`probed_sum_bits` has."""
 
 PROBE_FILE = "sm12x_probe.json"
-"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 20, ...}, ...}``."""
+"""In the workspace folder: what a probe of this machine's GPU found,
+``{"mma_sum_bits": {"mxf8f6f4": 20, ...}, ...}``."""
 
 MMA_KINDS = ("mxf8f6f4", "mxf4")
 """Block-scaled MMAs for MXFP8 tokens, and for packed MXFP4 ones, which only dense GEMMs use."""
@@ -109,7 +110,8 @@ def probed_sum_bits(kind: str) -> int | None:
         raise ValueError(f"{path} is not what a probe writes ({error!r}); remove it, or probe again") from error
     if found is not None and (not isinstance(found, int) or not 1 <= found <= 64):
         raise ValueError(
-            f"{path} has mma_sum_bits {found!r} of {kind}; it must be an integer from 1 to 64. Remove it, or probe again"
+            f"{path} has mma_sum_bits {found!r} of {kind}; it must be an integer from 1 to 64. Remove it, or probe "
+            "again"
         )
     return found
 
@@ -254,14 +256,15 @@ with :data:`FUSED_MOE`."""
 def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
     """The specs of upstream's modules that gpt-oss in vLLM loads when it starts: attention with sinks, and the sampler.
 
-    Each is as vLLM's FLASHINFER backend asks for it, by default: pages of 16, and the window and the whole context apart. The
-    prefill's two have the same names for either cache, so the one that was asked for last is there.
+    Each is as vLLM's FLASHINFER backend asks for it, by default: pages of 16, and the window and the whole context
+    apart. The prefill's two have the same names for either cache, so the one that was asked for last is there.
 
     Args:
         kv_cache: torch.bfloat16, or torch.float8_e4m3fn for ``--kv-cache-dtype fp8``.
 
     Raises:
-        RuntimeError: as :func:`gen_fused_moe_module`; or an FP8 cache on 9.0, for which upstream's sources do not compile.
+        RuntimeError: as :func:`gen_fused_moe_module`; or an FP8 cache on 9.0, for which upstream's sources do not
+            compile.
     """
     from ..attention.modules import gen_customize_batch_prefill_module
     from ..attention.variants import attention_sink_decl
@@ -274,7 +277,8 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
     if hopper and kv_cache != half:
         # FA3 reads FP8 caches with FP8 queries only, and its kernel with sinks has no transposed V for those.
         raise RuntimeError(
-            "on 9.0 upstream's prefill with sinks does not compile for an FP8 KV cache, so vLLM's FLASHINFER backend cannot "
+            "on 9.0 upstream's prefill with sinks does not compile for an FP8 KV cache, so vLLM's FLASHINFER backend "
+            "cannot "
             "serve one; use sm12x-build --vllm bf16 there"
         )
     prefill = "fa3" if hopper else "fa2"

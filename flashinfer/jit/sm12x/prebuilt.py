@@ -3,11 +3,11 @@
 
 The wheel installs on ``sys.path``::
 
-    flashinfer_sm12x_kernels/manifest.json            the content key of each library, and its digest
+    flashinfer_sm12x_kernels/manifest.json            the build hash of each library, and its digest
     flashinfer_sm12x_kernels/fused_moe_120-121a.so    a module, compiled for one list of architectures
 
-A library is used if its key equals the module's key here: flags, architectures, sources, and the headers of this tree
-and of the pinned wheel are the same. The key leaves out the compiler and the headers of CUDA and the system, since the
+A library is used if its hash equals the module's hash here: flags, architectures, sources, and the headers of this tree
+and of the pinned wheel are the same. The hash leaves out the compiler and the headers of CUDA and the system, since the
 machine that loads the wheel may have none of them.
 
 Owner and mode are not checked as they are in a cache (``trust``): the package lies among Python's own code, and whoever
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import tvm_ffi
 
-from flashinfer_sm12x.build.content_key import hash_file
+from flashinfer_sm12x.build.build_hash import hash_file
 from flashinfer_sm12x.versions import KERNELS_PACKAGE as PACKAGE
 from flashinfer_sm12x.versions import __fork_version__
 
@@ -40,7 +40,7 @@ class Spec(Protocol):
     architectures: tuple[tuple[int, str], ...]
 
     @property
-    def content_key(self) -> str: ...
+    def build_hash(self) -> str: ...
 
 
 class _Unfit(Exception):
@@ -100,10 +100,10 @@ def _library_for(spec: Spec, folder: Path, built: dict[str, Any]) -> Path:
     if wanted not in built:
         raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")
     recorded = built[wanted]
-    key = spec.content_key
+    key = spec.build_hash
     if recorded["key"] != key:
         raise _Unfit(
-            f"it was built from other sources, headers or flags: its content key is {recorded['key']}, here it is {key}"
+            f"it was built from other sources, headers or flags: its build hash is {recorded['key']}, here it is {key}"
         )
     library = folder / recorded["library"]
     digest = hash_file(library)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from flashinfer._layer import fork_root, wheel_root
 from flashinfer_sm12x import variables
 from flashinfer_sm12x.build import engine, toolchain
-from flashinfer_sm12x.build.content_key import namer
+from flashinfer_sm12x.build.build_hash import namer
 from flashinfer_sm12x.build.diagnosis import JitBuildError, explained_os_errors
 from flashinfer_sm12x.build.jobs import DEFAULT_JOB_MEMORY
 from flashinfer_sm12x.build.trust import require_trusted_tree
@@ -73,8 +73,9 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return {name: os.path.realpath(folder) for name, folder in named.items()}
 
     @property
-    def content_key(self) -> str:
-        """The key that a prebuilt library bears: of the flags, the sources and this tree's and the pinned wheel's headers.
+    def build_hash(self) -> str:
+        """The hash that a prebuilt library bears: of the flags, the sources and this tree's and the pinned wheel's
+        headers.
 
         It is the same on every machine, also one without a compiler: of the include folders it has those of this tree
         and of the wheel, and of the compilers and their environment nothing.
@@ -87,7 +88,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @cached_property
     def prebuilt(self) -> Path | None:
-        """The library of an installed wheel of kernels that takes the place of a build; a line says why one does not."""
+        """The library of an installed wheel of kernels that takes the place of a build; a line says why one does
+        not."""
         library, reason = prebuilt.find(self)
         if reason:
             self._pass_over(reason)
@@ -157,7 +159,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return ()
 
     def try_load(self) -> Any:
-        """The module from an installed wheel of kernels, or from the cache; None where neither has what would be built."""
+        """The module from an installed wheel of kernels, or from the cache; None where neither has what would be
+        built."""
         if self.prebuilt is not None:
             try:
                 return self.load(self.prebuilt)

@@ -26,12 +26,12 @@ def new_steps(target: Target, launches: int) -> torch.Tensor:
 
 
 def launch_chain(target: Target, steps: torch.Tensor, kind: str, blocks: int) -> None:
-    """Launches that count, one behind the other: afterwards ``steps`` is 1, 2, 3, ..."""
+    """Launches that count, one after the other: afterwards ``steps`` is 1, 2, 3, ..."""
     target.call("launch_steps", steps, KINDS[kind], blocks, writes=(steps,))
 
 
 def out_of_order(target: Target, kind: str, launches: int = LAUNCHES, blocks: int = 4) -> int:
-    """Launches of a chain that did not see what the one in front of them wrote."""
+    """Launches of a chain that did not see what the one before them wrote."""
     steps = new_steps(target, launches)
     launch_chain(target, steps, kind, blocks)
     target.synchronize()
@@ -39,7 +39,8 @@ def out_of_order(target: Target, kind: str, launches: int = LAUNCHES, blocks: in
 
 
 def cost(target: Target, kind: str) -> dict[str, float]:
-    """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA graph."""
+    """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA
+    graph."""
     steps = new_steps(target, LAUNCHES)
     host = []
 

@@ -20,8 +20,8 @@ ROUTINGS, REPEATS = 3, 20
 def measure(target: Target) -> Iterator[dict[str, Any]]:
     """The layer at each number of tokens, from CUDA graphs with a cold L2; a mean over some random routings.
 
-    Yields ``tokens`` of the batch; ``layer_us`` of the layer; ``read_us`` of the streaming read of the weights and scales
-    that it needs, and the ``megabytes`` of these; ``experts`` touched.
+    Yields ``tokens`` of the batch; ``layer_us`` of the layer; ``read_us`` of the streaming read of the weights and
+    scales that it needs, and the ``megabytes`` of these; ``experts`` touched.
     """
     layer = make_layer(MODEL, max(TOKENS), 0, str(target.device))
     read = StreamingRead(target)

@@ -27,7 +27,7 @@ struct RaceFound {
   uint32_t address = 0;
 };
 
-class RaceWatch {
+class RaceChecker {
  public:
   void start(uint32_t bytes, int warps);
   RaceFound load(const Accessor& who, uint32_t address, uint32_t bytes, bool strong);

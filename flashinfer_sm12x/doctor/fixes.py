@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that mend something in the environment in which they are pasted, or advice if no command would do.
+"""Commands that fix something in the environment in which they are pasted, or advice if no command would do.
 
 Each function returns ``(command, why)``: a shell command and its reason, or an empty text and advice.
 """
@@ -19,14 +19,15 @@ SERVER = "the server's environment needs it, too"
 
 GUESTS = {
     "WSL2": "this is WSL2, whose driver is Windows's: install or update it there; a Linux driver in here breaks it",
-    "container": "this is a container, whose driver is the host's: install or update it there, and start with --gpus all",
+    "container": "this is a container, whose driver is the host's: install or update it there, and start with --gpus "
+    "all",
     "VM": "this is a virtual machine: how its host hands the GPU over decides about the driver; ask who runs the host",
 }
 """Advice for systems whose driver belongs to another system."""
 
 
 def prepend(variable: str, entry: object) -> str:
-    """A command that puts a folder in front of what a variable lists."""
+    """A command that puts a folder before what a variable lists."""
     return f"export {variable}={shlex.quote(str(entry))}${{{variable}:+:${variable}}}"
 
 
@@ -75,7 +76,7 @@ def replaced(a: Answers, words: str) -> list[str]:
     """The builds of the user's that pip would replace, each with its version and kind."""
     builds: Mapping[str, Mapping[str, str]] = a.get("installer", "builds") or {}
     verb, *arguments = shlex.split(words)
-    told = {}
+    reasons = {}
     for argument in arguments:
         if argument.startswith("-"):
             continue
@@ -86,12 +87,12 @@ def replaced(a: Answers, words: str) -> list[str]:
             build = builds.get(each)
             if build is not None and not (folder and build["source"] == folder):
                 source = f", {build['source']}" if build["source"] else ""
-                told[each] = f"{each} {build['version']} is a build of your own ({build['kind']}{source})"
-    return list(told.values())
+                reasons[each] = f"{each} {build['version']} is a build of your own ({build['kind']}{source})"
+    return list(reasons.values())
 
 
 SHELL = ("cd", "export", "unset")
-"""The shell's own commands that remedies run."""
+"""The shell's own commands that fixes run."""
 
 WHERE = {
     "nvidia-smi": {
@@ -122,7 +123,7 @@ def programs_of(command: str) -> list[str]:
 
 
 def pasteable(a: Answers, command: str, why: str) -> tuple[str, str]:
-    """The same remedy if all that its command runs is there; else words."""
+    """The same fix if all that its command runs is there; else words."""
     if not fork_is_first(a):
         command = command.replace(f"{CLI} sm12x-doctor", f"{PYTHON} {shlex.quote(str(FOLDER))}")
     lacking = [name for name in programs_of(command) if name not in SHELL and "/" not in name and not has(a, name)]

@@ -19,9 +19,9 @@ struct Inst;
 struct MBarrier;
 struct PendingCopy;
 
-class AsyncWatch {
+class AsyncChecker {
  public:
-  explicit AsyncWatch(uint32_t shared_bytes) : granules_((shared_bytes + 15) / 16), fills_(1) {}
+  explicit AsyncChecker(uint32_t shared_bytes) : granules_((shared_bytes + 15) / 16), fills_(1) {}
 
   /// Nothing to say about an access to these bytes by this warp.
   bool clear(int warp, uint32_t address, uint32_t bytes, bool store) const {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content key: a hash of all inputs of an object, a library or a prebuilt wheel's library; the file is named by it.
+"""The build hash: a hash of all inputs of an object, a library or a prebuilt wheel's library; the file is named by it.
 
-A changed flag, compiler or header changes the key and so the name. A file with the current key is therefore what a
+A changed flag, compiler or header changes the hash and so the name. A file with the current hash is therefore what a
 build would make now: no record decides, and no file can be out of date. The hashed files are the source and the files
 that its ``#include`` lines reach through the command's include folders. All such lines count, whatever ``#if``
 surrounds them, and each counts the file of that name in every folder, so neither macros nor the order of folders
@@ -36,7 +36,7 @@ _YOUNG = 2.0
 this."""
 
 
-def key_of(*facts: Any) -> str:
+def hash_of(*facts: Any) -> str:
     """The hash of facts that ``repr`` spells out, short enough for a file's name."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 
@@ -161,7 +161,7 @@ def _named_by(word: str, after: str) -> tuple[str, str]:
 
 
 def searched_by(words: Sequence[str], start: str | Path) -> tuple[list[str], list[str]]:
-    """The folders in which a command looks for headers, and the files that it reads besides the source.
+    """The folders in which a command looks for headers, and the files that it reads in addition to the source.
 
     Args:
         words: The command's flags.
@@ -199,8 +199,8 @@ def host_compilers(words: Sequence[str], start: str | Path) -> list[str]:
 
 
 def linked_by(words: Sequence[str], start: str | Path) -> list[str]:
-    """The files whose content a linker takes over: objects, archives and scripts. Not shared libraries, which are read when
-    the library is loaded.
+    """The files whose content a linker takes over: objects, archives and scripts. Not shared libraries, which are read
+    when the library is loaded.
 
     Args:
         words: The linker's flags.
@@ -257,8 +257,8 @@ class Files:
         return seen.digest if seen else None
 
     def read_by(self, sources: Iterable[str], folders: Sequence[str]) -> dict[str, str | None]:
-        """Path -> digest of the sources and of all files that ``#include`` lines reach from them; None where a source is
-        no file.
+        """Path -> digest of the sources and of all files that ``#include`` lines reach from them; None where a source
+        is no file.
 
         Args:
             sources: Absolute paths.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exec/async_watch.h"
+#include "exec/async_checker.h"
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace vsm::exec {
 
-bool AsyncWatch::knows(Fill& f, int warp, const Clock& clock) {
+bool AsyncChecker::knows(Fill& f, int warp, const Clock& clock) {
   if (f.known >> warp & 1) return true;
   for (int v = 0; v < kMaxWarps; ++v) {
     if (!f.seen[v] || clock.t[v] < f.seen[v]) continue;
@@ -17,8 +17,8 @@ bool AsyncWatch::knows(Fill& f, int warp, const Clock& clock) {
   return false;
 }
 
-void AsyncWatch::check(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store,
-                       const Clock& clock) {
+void AsyncChecker::check(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store,
+                         const Clock& clock) {
   bool filling = false, source = false;
   for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) {
     const uint32_t v = granules_[g];
@@ -44,14 +44,14 @@ void AsyncWatch::check(Warp& w, const Inst& in, int lane, uint32_t address, uint
   }
 }
 
-void AsyncWatch::release(uint32_t granule) {
+void AsyncChecker::release(uint32_t granule) {
   const uint32_t id = granules_[granule] & kFill;
   if (id == 0 || --fills_[id].granules != 0) return;
   fills_[id] = Fill();
   free_.push_back(id);
 }
 
-void AsyncWatch::fill(Warp& w, const PendingCopy& c, const std::vector<std::pair<uint32_t, uint32_t>>& ranges) {
+void AsyncChecker::fill(Warp& w, const PendingCopy& c, const std::vector<std::pair<uint32_t, uint32_t>>& ranges) {
   for (const auto& [address, bytes] : ranges) {
     if (!clear(w.id, address, bytes, true)) check(w, *c.inst, c.lane, address, bytes, true, c.clock);
   }
@@ -63,7 +63,7 @@ void AsyncWatch::fill(Warp& w, const PendingCopy& c, const std::vector<std::pair
   }
 }
 
-void AsyncWatch::landed(MBarrier& b, uint32_t address, uint32_t bytes) {
+void AsyncChecker::landed(MBarrier& b, uint32_t address, uint32_t bytes) {
   if (b.fills.empty() || b.fills.back().phase != b.phase || fills_[b.fills.back().id].serial != b.fills.back().serial) {
     if (free_.empty()) {
       free_.push_back(static_cast<uint32_t>(fills_.size()));
@@ -83,7 +83,7 @@ void AsyncWatch::landed(MBarrier& b, uint32_t address, uint32_t bytes) {
   }
 }
 
-void AsyncWatch::seen(const Warp& w, const MBarrier& b) {
+void AsyncChecker::seen(const Warp& w, const MBarrier& b) {
   for (const MBarrier::PhaseFill& p : b.fills) {
     Fill& f = fills_[p.id];
     if (p.phase >= b.phase || f.serial != p.serial || f.seen[w.id]) continue;
@@ -92,7 +92,7 @@ void AsyncWatch::seen(const Warp& w, const MBarrier& b) {
   }
 }
 
-void AsyncWatch::read(const PendingCopy& c, uint32_t begin, uint32_t end) {
+void AsyncChecker::read(const PendingCopy& c, uint32_t begin, uint32_t end) {
   // Whoever is behind the wait for this one is behind that for an earlier one of the same thread.
   reads_.erase(std::remove_if(reads_.begin(), reads_.end(),
                               [&](const Read& r) {
@@ -103,7 +103,7 @@ void AsyncWatch::read(const PendingCopy& c, uint32_t begin, uint32_t end) {
   for (uint32_t g = begin / 16; g <= (end - 1) / 16; ++g) granules_[g] |= kSource;
 }
 
-void AsyncWatch::waited(const Warp& w, int lane, uint32_t group) {
+void AsyncChecker::waited(const Warp& w, int lane, uint32_t group) {
   for (Read& r : reads_) {
     if (r.warp == w.id && r.lane == lane && r.group < group && r.waited == 0) r.waited = w.clock.t[w.id];
   }

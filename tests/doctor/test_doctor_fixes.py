@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every remedy that the doctor can give goes through what will read it.
+"""Every fix that the doctor can give goes through what will read it.
 
-Each text of its checks tells when it is put together. States, as facts that questions would tell, must together have every
-text said, so a remedy that no state gives is found; and all that they give is read.
+Each text of its checks tells when it is put together. States, as facts that questions would tell, must together have
+every text said, so a fix that no state gives is found; and all that they give is read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from test_doctor_probe import PLANTED as PROBED
 import flashinfer_sm12x.doctor as doctor
 from flashinfer_sm12x import versions
 from flashinfer_sm12x.build import diagnosis, toolchain
-from flashinfer_sm12x.doctor import checks, probe_checks, questions, remedies
+from flashinfer_sm12x.doctor import checks, fixes, probe_checks, questions
 from flashinfer_sm12x.doctor.asking import CLI, FOLDER, PACKAGE, Answers
 from flashinfer_sm12x.doctor.probe import TOKENS
 
-MODULES = (remedies, checks, probe_checks, doctor)
-"""Modules that give remedies, in the order of their imports."""
+MODULES = (fixes, checks, probe_checks, doctor)
+"""Modules that give fixes, in the order of their imports."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def no_folder() -> str:
 
 
 class _Telling(ast.NodeTransformer):
-    """Wraps each text of a function in a call that tells its place and its own text; of the doctor's other functions, that
-    print, none."""
+    """Wraps each text of a function in a call that tells its place and its own text; of the doctor's other functions,
+    that print, none."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -96,13 +96,13 @@ class Telling:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.texts: dict[str, str] = {}
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
         self.modules: dict[str, types.ModuleType] = {}
         for original in MODULES:
             assert original.__file__ is not None
-            told = _Telling(Path(original.__file__).name)
+            answers = _Telling(Path(original.__file__).name)
             source = Path(original.__file__).read_text(encoding="utf-8")
-            tree = ast.fix_missing_locations(told.visit(ast.parse(source)))
+            tree = ast.fix_missing_locations(answers.visit(ast.parse(source)))
             copy = types.ModuleType(original.__name__)
             copy.__dict__.update(
                 __file__=original.__file__, __package__=doctor.__name__, __path__=doctor.__path__, __said__=self._tell
@@ -110,14 +110,14 @@ class Telling:
             monkeypatch.setitem(sys.modules, original.__name__, copy)
             exec(compile(tree, original.__file__, "exec"), copy.__dict__)
             self.modules[Path(original.__file__).stem] = copy
-            self.texts |= told.texts
+            self.texts |= answers.texts
 
     def _tell(self, place: str, text: str) -> str:
-        self.said.add(place)
+        self.reported.add(place)
         return text
 
     def unsaid(self) -> list[str]:
-        return [f"{place} {text}" for place, text in self.texts.items() if place not in self.said]
+        return [f"{place} {text}" for place, text in self.texts.items() if place not in self.reported]
 
 
 FORK: dict[str, Any] = {"found": {"file": str(PACKAGE / "__init__.py"), "folders": []}}
@@ -181,7 +181,7 @@ STATES = [
     imported("no answer within 60 s"),
     imported("it was killed by SIGSEGV"),
     imported("TypeError: unsupported operand", blame="PYTHONOPTIMIZE"),
-    imported(f"ImportError: Install it with:  {versions.remedy('--force-reinstall --no-deps ')}"),
+    imported(f"ImportError: Install it with:  {versions.fix('--force-reinstall --no-deps ')}"),
     imported("RuntimeError: Install it with:  cd"),
     imported("flashinfer-cubin version (0.6.4) does not match flashinfer version (0.7.2)"),
     imported("VariableError: FLASHINFER_LOGLEVEL is 'much'; it may be a whole number"),
@@ -209,7 +209,7 @@ STATES = [
     State({"gpus": {"failed": "no answer within 60 s"}}),
     State({"gpus": {"error": "it couldn't communicate with the driver"}}),
     State({"gpus": gpus("9.0")}, {"FLASHINFER_SM12X_MOE": "1"}),
-    *(State({"gpus": {"error": "no driver"}, "system": {"guest": guest}}) for guest in remedies.GUESTS),
+    *(State({"gpus": {"error": "no driver"}, "system": {"guest": guest}}) for guest in fixes.GUESTS),
     State({"torch": seen("12.1")}),
     State({"gpus": SPARK, "memory": {"available": 0, "total": 1}, "system": {"programs": []}}),
     State({"folder": {"free_bytes": 1, "folder": "/c"}, "import": {"failed": "no answer within 60 s"}, "path": FORK}),
@@ -270,7 +270,7 @@ STATES = [
     State({"vllm": WITHOUT | {"nvcc": None}}),
     State({"vllm": WITHOUT | {"nvcc": None, "ninja": None}, "build": {"nvcc": "/a toolkit/bin/nvcc"}}),
     *(
-        State({"vllm": WITHOUT | {"ninja": None}, "installer": found}, patches={"remedies.INTERPRETER": python})
+        State({"vllm": WITHOUT | {"ninja": None}, "installer": found}, patches={"fixes.INTERPRETER": python})
         for found in ({}, MANAGED)
         for python in ("/none/python", sys.executable)
     ),
@@ -286,11 +286,11 @@ STATES = [
     probed("layer", **{f"{tokens} tokens": {"layer_us": 9.0, "read_us": 8.0} for tokens in TOKENS}),
     probed("dram", predicted=None),
 ]
-"""Machines that lack one thing each; together they have every remedy given."""
+"""Machines that lack one thing each; together they have every fix given."""
 
 
 def findings_of(state: State, telling: Telling) -> list[doctor.Finding]:
-    """The findings of one state, each with a remedy that ``telling`` can trace."""
+    """The findings of one state, each with a fix that ``telling`` can trace."""
     environ = {"PATH": os.environ["PATH"], **state.environ}
     facts: dict[str, Any] = {question: {} for question in questions.QUESTIONS}
     with pytest.MonkeyPatch.context() as patched:
@@ -308,7 +308,7 @@ def findings_of(state: State, telling: Telling) -> list[doctor.Finding]:
     return findings
 
 
-def test_every_remedy_is_given_by_a_state_and_read_by_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fix_is_given_by_a_state_and_read_by_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     telling = Telling(monkeypatch)
     for state in STATES:
         try:
@@ -319,39 +319,39 @@ def test_every_remedy_is_given_by_a_state_and_read_by_its_reader(monkeypatch: py
     assert not unsaid, "no state has the doctor say these:\n" + "\n".join(unsaid)
 
 
-def remedies_of(state: State, **facts: Mapping[str, Any]) -> list[doctor.Finding]:
+def fixes_of(state: State, **facts: Mapping[str, Any]) -> list[doctor.Finding]:
     """The findings of one state, with other facts of some questions."""
-    told: dict[str, Any] = {question: {} for question in questions.QUESTIONS} | dict(state.facts)
-    told |= {question: told[question] | found for question, found in facts.items()}
+    answers: dict[str, Any] = {question: {} for question in questions.QUESTIONS} | dict(state.facts)
+    answers |= {question: answers[question] | found for question, found in facts.items()}
     with pytest.MonkeyPatch.context() as patched:
         for name, value in state.patches.items():
             owner, _, attribute = name.partition(".")
-            patched.setattr({"checks": checks, "remedies": remedies}.get(owner, os), attribute, value)
-        return doctor.diagnose(Answers(told, state.environ))
+            patched.setattr({"checks": checks, "fixes": fixes}.get(owner, os), attribute, value)
+        return doctor.diagnose(Answers(answers, state.environ))
 
 
 def test_no_command_runs_a_program_that_is_not_there() -> None:
     """All that commands run is looked for, and without one of them its commands are words."""
     run: set[str] = set()
     for state in STATES:
-        for finding in remedies_of(state, system={"programs": list(questions.PROGRAMS)}):
-            programs = {name for name in remedies.programs_of(finding.command) if "/" not in name}
-            assert programs <= {*remedies.SHELL, *questions.PROGRAMS}, finding
+        for finding in fixes_of(state, system={"programs": list(questions.PROGRAMS)}):
+            programs = {name for name in fixes.programs_of(finding.command) if "/" not in name}
+            assert programs <= {*fixes.SHELL, *questions.PROGRAMS}, finding
             run |= programs
         for lacking in questions.PROGRAMS:
-            for finding in remedies_of(state, system={"programs": sorted({*questions.PROGRAMS} - {lacking})}):
-                assert lacking not in remedies.programs_of(finding.command), finding
+            for finding in fixes_of(state, system={"programs": sorted({*questions.PROGRAMS} - {lacking})}):
+                assert lacking not in fixes.programs_of(finding.command), finding
                 assert finding.state == "ok" or finding.command or finding.why, finding
-    assert run >= {*questions.PROGRAMS} - {"sudo", "dmesg", "mkdir"} | {*remedies.SHELL}
+    assert run >= {*questions.PROGRAMS} - {"sudo", "dmesg", "mkdir"} | {*fixes.SHELL}
 
 
 def test_no_command_replaces_a_build_of_the_users() -> None:
     """It is named in words, with the command that would."""
     named, packages = 0, "|".join(questions.REPLACED)
     for state in STATES:
-        with_command = {finding.check: finding for finding in remedies_of(state)}
+        with_command = {finding.check: finding for finding in fixes_of(state)}
         found = state.facts.get("installer", {}) | {"builds": dict.fromkeys(questions.REPLACED, OWN)}
-        for finding in remedies_of(state, installer=found):
+        for finding in fixes_of(state, installer=found):
             installs = re.findall(r"pip (?:un)?install ([^&]*)", finding.command)
             assert not re.search(rf"(?<![\w-])({packages})(?![\w-])|\[cuda\]", " ".join(installs)), finding
             before = with_command[finding.check]
@@ -378,7 +378,7 @@ def test_no_command_replaces_a_build_of_the_users() -> None:
 def test_what_pip_would_replace(words: str, named: list[str]) -> None:
     builds = dict.fromkeys(("vllm", "torch", "flashinfer-python"), OWN)
     builds["flashinfer-sm12x"] = OWN | {"source": "/home/u/sm12x"}
-    found = remedies.replaced(Answers({"installer": {"builds": builds}}, {}), words)
+    found = fixes.replaced(Answers({"installer": {"builds": builds}}, {}), words)
     assert [text.split()[0] for text in found] == named
 
 
@@ -393,7 +393,7 @@ def test_what_pip_would_replace(words: str, named: list[str]) -> None:
 )
 def test_without_the_fork_its_commands_are_words_and_the_doctors_is_its_folder(facts: dict[str, Any]) -> None:
     facts = {**facts, "folder": {"free_bytes": 1, "folder": "/c"}, "memory": {"failed": "no answer within 60 s"}}
-    found = {row.check: row for row in remedies_of(State(facts | {"gpus": SPARK}))}
+    found = {row.check: row for row in fixes_of(State(facts | {"gpus": SPARK}))}
     assert found["disk"].command == ""
     assert found["disk"].why.startswith("once 'import' is ok: ")
     assert found["disk"].why.count("sm12x-cache list") == 1
@@ -416,13 +416,14 @@ def test_without_the_fork_its_commands_are_words_and_the_doctors_is_its_folder(f
         ("2.14.0", {"SOURCES.txt": ""}, "a source tree"),
         ("2.14.0", {"SOURCES.txt": "", "RECORD": ""}, None),
         ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "dir_info": {}}'}, "built from source"),
-        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "dir_info": {"editable": true}}'}, "an editable installation"),
+        ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "dir_info": {"editable": true}}'},
+            "an editable installation"),
         ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "archive_info": {}}'}, "a wheel that no index gave"),
         ("2.14.0", {"direct_url.json": '{"url": "file:///a%20b", "vcs_info": {}}'}, "built from source"),
         ("2.14.0", {"direct_url.json": "[]"}, None),
     ],
 )  # fmt: skip
-def test_a_build_of_the_users_is_told_from_what_an_index_gave(
+def test_a_build_of_the_users_is_distinguished_from_what_an_index_gave(
     version: str, files: Mapping[str, str], kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = f"sm12x_toy-{version}.{'egg-info' if 'SOURCES.txt' in files else 'dist-info'}"
@@ -445,11 +446,11 @@ def test_a_package_on_the_path_without_metadata_is_a_source_tree(
     assert found == {"version": "without a version", "kind": "a source tree", "source": str(tmp_path / "sm12x_toy")}
 
 
-def test_the_toolkits_remedy_is_readmes() -> None:
+def test_the_toolkits_fix_is_readmes() -> None:
     """The same two lines, and one list of packages."""
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert re.search(r'^pip install "\$HOME/flashinfer-sm12x\[cuda\]"$', readme, re.MULTILINE)
-    assert f"""export CUDA_HOME="$(python -c '{remedies.FIND_TOOLKIT}')"\n""" in readme
+    assert f"""export CUDA_HOME="$(python -c '{fixes.FIND_TOOLKIT}')"\n""" in readme
     folder = shlex.quote(f"{REPO}[cuda]")
     assert toolchain.PIP_COMMAND in (f"pip install {folder}", f"pip install -e {folder}")
     pinned = (REPO / "requirements-cuda.txt").read_text(encoding="utf-8")
@@ -478,7 +479,7 @@ def test_what_a_builds_errors_name_is_read_by_pip_and_apt_get(module: types.Modu
     texts = list(texts_that_install(module))
     assert len(texts) >= 5, "this test sees them"
     for text in texts:
-        remedy = remedies.named_in(Answers({}, {}), text)
-        assert remedy is not None, text
-        assert remedy[0] or remedy[1].startswith("as root: "), remedy
-        read_by_its_reader(remedy[0] or remedy[1].removeprefix("as root: "), {})
+        fix = fixes.named_in(Answers({}, {}), text)
+        assert fix is not None, text
+        assert fix[0] or fix[1].startswith("as root: "), fix
+        read_by_its_reader(fix[0] or fix[1].removeprefix("as root: "), {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's contacts with vLLM: each is removed and changed in turn, and a gpt-oss is run where vLLM moved."""
+"""The plugin's API checks: each name is removed and changed in turn, and a gpt-oss is run where vLLM moved."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 from test_vllm_processes import start
 
-from flashinfer_sm12x.vllm import contacts
+from flashinfer_sm12x.vllm import api_checks
 
-PLUGIN = Path(contacts.__file__).parent
-EVERY = [(part, contact) for part in contacts.TABLE for contact in contacts.contacts(part)]
+PLUGIN = Path(api_checks.__file__).parent
+EVERY = [(part, check) for part in api_checks.TABLE for check in api_checks.checks_of(part)]
 
 
-def name_of(part: str, contact: contacts.Contact) -> str:
-    return f"{part} {contact.module.rpartition('.')[2]}.{contact.path}"
+def name_of(part: str, check: api_checks.ApiCheck) -> str:
+    return f"{part} {check.module.rpartition('.')[2]}.{check.path}"
 
 
 def test_nothing_moved():
-    assert [said for _, contact in EVERY if (said := contacts.probe(contact))] == []
+    assert [message for _, check in EVERY if (message := api_checks.probe(check))] == []
 
 
-def found(contact: contacts.Contact) -> tuple[Any, str]:
-    """The holder of the contact, and its name in it: a module, or that class of the bases which has it."""
-    holder: Any = importlib.import_module(contact.module)
-    *outer, name = contact.path.split(".")
+def found(check: api_checks.ApiCheck) -> tuple[Any, str]:
+    """The holder of the checked name, and its name in it: a module, or that class of the bases which has it."""
+    holder: Any = importlib.import_module(check.module)
+    *outer, name = check.path.split(".")
     for each in outer:
         holder = getattr(holder, each)
     if isinstance(holder, type) or not isinstance(holder, ModuleType):
@@ -43,29 +43,29 @@ def found(contact: contacts.Contact) -> tuple[Any, str]:
 
 
 # Every class has an __init__; those are among the next test's.
-REMOVED = [(part, contact) for part, contact in EVERY if not contact.path.endswith("__init__")]
+REMOVED = [(part, check) for part, check in EVERY if not check.path.endswith("__init__")]
 
 
-@pytest.mark.parametrize(("part", "contact"), REMOVED, ids=[name_of(*each) for each in REMOVED])
-def test_a_contact_that_is_gone_is_named(monkeypatch, part, contact):
-    holder, name = found(contact)
+@pytest.mark.parametrize(("part", "check"), REMOVED, ids=[name_of(*each) for each in REMOVED])
+def test_a_name_that_is_gone_is_reported(monkeypatch, part, check):
+    holder, name = found(check)
     if isinstance(holder, type) and issubclass(holder, enum.Enum) and name in holder.__members__:
         # A member cannot be deleted: the class has another in its place.
         others = {each: each for each in holder.__members__ if each != name}
-        module = importlib.import_module(contact.module)
-        monkeypatch.setattr(module, contact.path.partition(".")[0], type("Other", (), others))
+        module = importlib.import_module(check.module)
+        monkeypatch.setattr(module, check.path.partition(".")[0], type("Other", (), others))
     elif name in vars(holder):
         for base in [
             each for each in getattr(holder, "__mro__", [holder]) if name in vars(each) and each is not object
         ]:
             monkeypatch.delattr(base, name)
-        if contact.module == "vllm.envs":
+        if check.module == "vllm.envs":
             monkeypatch.delitem(holder.environment_variables, name, raising=False)
-    elif contact.module == "vllm.envs":
+    elif check.module == "vllm.envs":
         monkeypatch.delitem(holder.environment_variables, name)
     if isinstance(holder, type):
         rename_in_class(monkeypatch, holder, name)
-    assert contacts.probe(contact) == f"{contact} is gone"
+    assert api_checks.probe(check) == f"{check} is gone"
 
 
 def rename_in_class(monkeypatch: Any, cls: type, name: str) -> None:
@@ -74,16 +74,16 @@ def rename_in_class(monkeypatch: Any, cls: type, name: str) -> None:
         annotations = vars(base).get("__annotations__", {})
         if name in annotations:
             monkeypatch.delitem(annotations, name)
-    real = contacts._assigned
-    monkeypatch.setattr(contacts, "_assigned", lambda base: real(base) - {name})
+    real = api_checks._assigned
+    monkeypatch.setattr(api_checks, "_assigned", lambda base: real(base) - {name})
 
 
-CALLED = [(part, contact) for part, contact in EVERY if contact.call is not None or contact.takes is not None]
+CALLED = [(part, check) for part, check in EVERY if check.call is not None or check.takes is not None]
 
 
-@pytest.mark.parametrize(("part", "contact"), CALLED, ids=[name_of(*each) for each in CALLED])
-def test_a_contact_that_takes_something_else_is_named(monkeypatch, part, contact):
-    holder, name = found(contact)
+@pytest.mark.parametrize(("part", "check"), CALLED, ids=[name_of(*each) for each in CALLED])
+def test_a_function_that_takes_something_else_is_reported(monkeypatch, part, check):
+    holder, name = found(check)
     written = inspect.getattr_static(holder, name)
 
     def moved(self: Any, something_else: Any, /, *, and_more: Any) -> None: ...
@@ -97,20 +97,20 @@ def test_a_contact_that_takes_something_else_is_named(monkeypatch, part, contact
     elif isinstance(written, classmethod):
         changed = classmethod(moved)
     monkeypatch.setattr(holder, name, changed)
-    assert contacts.probe(contact).startswith(f"{contact} takes (something_else, /, *, and_more)")
+    assert api_checks.probe(check).startswith(f"{check} takes (something_else, /, *, and_more)")
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def moves(contact: contacts.Contact, parameters: list[inspect.Parameter]) -> dict[str, list[inspect.Parameter]]:
+def moves(check: api_checks.ApiCheck, parameters: list[inspect.Parameter]) -> dict[str, list[inspect.Parameter]]:
     """What another vLLM might have in place of ``parameters``, all of which must be noticed."""
     kinds, found = inspect.Parameter, {}
     names = [each.name for each in parameters]
-    if contact.call is None:
+    if check.call is None:
         by_position = [each.name for each in parameters if each.kind in POSITIONAL]
     else:
-        by_position = [each for each in contact.call if "=" not in each and not each.startswith("*")]
+        by_position = [each for each in check.call if "=" not in each and not each.startswith("*")]
     needed = [kinds("one_more", kinds.KEYWORD_ONLY)]
     found["one more is needed"] = sorted([*parameters, *needed], key=lambda each: each.kind)
     if len(by_position) > 1:
@@ -125,15 +125,15 @@ def moves(contact: contacts.Contact, parameters: list[inspect.Parameter]) -> dic
             moved = each.replace(kind=kinds.KEYWORD_ONLY)
             found[f"{each.name} is a keyword"] = sorted([*rest[0], *rest[1], moved], key=lambda each: each.kind)
         recorded = f"{each.name}={each.default!r}"
-        if (contact.takes is not None and each.default is not each.empty) or recorded in (contact.call or ()):
+        if (check.takes is not None and each.default is not each.empty) or recorded in (check.call or ()):
             found[f"{each.name} has another default"] = [*rest[0], each.replace(default="another"), *rest[1]]
     return found
 
 
-@pytest.mark.parametrize(("part", "contact"), CALLED, ids=[name_of(*each) for each in CALLED])
-def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch, part, contact):
+@pytest.mark.parametrize(("part", "check"), CALLED, ids=[name_of(*each) for each in CALLED])
+def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch, part, check):
     """The signature of vLLM 0.33.0 fits; each that differs from it where the plugin depends on it does not."""
-    holder, name = found(contact)
+    holder, name = found(check)
     written = inspect.getattr_static(holder, name)
     function = written.__func__ if isinstance(written, (staticmethod, classmethod)) else written
     if function.__module__.startswith("flashinfer_sm12x.vllm"):  # vLLM's is what the plugin's closes over
@@ -152,19 +152,19 @@ def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch,
         kind = type(written) if isinstance(written, (staticmethod, classmethod)) else lambda same: same
         with monkeypatch.context() as patch:
             patch.setattr(holder, name, kind(moved))
-            return contacts.probe(contact)
+            return api_checks.probe(check)
 
     parameters = first[len(own) :]
     assert probed(parameters) == ""
-    for what, changed in moves(contact, parameters).items():
-        assert probed(changed).startswith(f"{contact} takes ("), what
+    for what, changed in moves(check, parameters).items():
+        assert probed(changed).startswith(f"{check} takes ("), what
 
 
 def test_sources_say_the_same_of_this_vllm():
-    """``tools/contacts.py`` imports nothing of it."""
+    """``tools/api_checks.py`` imports nothing of it."""
     from layer_toys import load_tool
 
-    tool = load_tool("contacts")
+    tool = load_tool("api_checks")
     assert tool.Moved(tool.Sources(Path(importlib.import_module("vllm").__file__).parents[1])).report() == []
 
 
@@ -183,9 +183,9 @@ NOT_PROBED = {"vllm.platforms.current_platform"}  # asked before anything, and w
 def test_all_that_the_plugin_imports_of_vllm_is_in_the_table():
     """Objects are compared, not names, because a name may be imported from a module that reexports it."""
     known = set()
-    for _, contact in EVERY:
-        module = importlib.import_module(contact.module)
-        known |= {id(module), id(getattr(module, contact.path.partition(".")[0]))}
+    for _, check in EVERY:
+        module = importlib.import_module(check.module)
+        known |= {id(module), id(getattr(module, check.path.partition(".")[0]))}
     missing = []
     for file in sorted(PLUGIN.glob("*.py")):
         for name in sorted(imported(file) - NOT_PROBED):
@@ -213,7 +213,7 @@ DECODE = {**OURS, "class": "GptOssForCausalLM"}
 
 
 @pytest.mark.parametrize(
-    ("names", "said", "expected"),
+    ("names", "message", "expected"),
     [
         (
             ["FlashInferDecodeKernel"],
@@ -229,10 +229,10 @@ DECODE = {**OURS, "class": "GptOssForCausalLM"}
     ],
     ids=["decode steps", "decode steps, a private call", "dense layers", "head", "attention", "experts", "all"],
 )
-def test_a_gpt_oss_loads_and_answers_where_vllm_moved(checkpoint_folder, names, said, expected):
+def test_a_gpt_oss_loads_and_answers_where_vllm_moved(checkpoint_folder, names, message, expected):
     result = run(checkpoint_folder, names, "--additional-config", CHOSEN)
     lines = [line for line in result["log"] if "left to vLLM" in line]
-    assert lines[0].startswith(f"flashinfer-sm12x: {said}"), lines
+    assert lines[0].startswith(f"flashinfer-sm12x: {message}"), lines
     assert f"{names[0]}" in lines[0]
     assert lines[0].endswith(" is gone. This fork is made for vLLM 0.33.0")
     found = {**result["kernels"], "class": result["class"]}

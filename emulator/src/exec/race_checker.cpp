@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exec/race_watch.h"
+#include "exec/race_checker.h"
 
 #include <algorithm>
 
 namespace vsm::exec {
 
-void RaceWatch::start(uint32_t bytes, int warps) {
+void RaceChecker::start(uint32_t bytes, int warps) {
   warps_ = static_cast<size_t>(warps);
   const size_t words = (bytes + 3) / 4;
   writes_.assign(words, Write());
@@ -18,7 +18,7 @@ void RaceWatch::start(uint32_t bytes, int warps) {
   older_.clear();
 }
 
-void RaceWatch::split(uint32_t word) {
+void RaceChecker::split(uint32_t word) {
   split_[word] = static_cast<uint32_t>(split_writes_.size() / 4) + 1;
   const Write write = writes_[word];
   split_writes_.insert(split_writes_.end(), 4, write);
@@ -34,7 +34,7 @@ void RaceWatch::split(uint32_t word) {
 
 // Calls fn(cell) for the cells that hold these bytes: of the strong accesses, or of the others.
 template <class F>
-void RaceWatch::each_cell(uint32_t address, uint32_t bytes, bool strong, F fn) {
+void RaceChecker::each_cell(uint32_t address, uint32_t bytes, bool strong, F fn) {
   const uint32_t end = address + bytes;
   if (strong) {
     for (uint32_t a = address; a < end; ++a) {
@@ -59,11 +59,11 @@ void RaceWatch::each_cell(uint32_t address, uint32_t bytes, bool strong, F fn) {
 }
 
 // Whether what that lane did at this version comes before what `who` does now.
-bool RaceWatch::ordered(const Accessor& who, int warp, int lane, uint32_t version) {
+bool RaceChecker::ordered(const Accessor& who, int warp, int lane, uint32_t version) {
   return (warp == who.warp && lane == who.lane) || who.clock[warp * 32 + lane] >= version;
 }
 
-bool RaceWatch::ordered(const Accessor& who, const Write& write, int* lane) {
+bool RaceChecker::ordered(const Accessor& who, const Write& write, int* lane) {
   if (write.warp == who.warp && who.lane >= 0 && !write.collective && (write.mask >> who.lane & 1)) return true;
   for (uint32_t m = write.mask; m; m &= m - 1) {
     *lane = __builtin_ctz(m);
@@ -72,7 +72,7 @@ bool RaceWatch::ordered(const Accessor& who, const Write& write, int* lane) {
   return true;
 }
 
-bool RaceWatch::ordered(const Accessor& who, int warp, const Reads& reads, int* lane) {
+bool RaceChecker::ordered(const Accessor& who, int warp, const Reads& reads, int* lane) {
   for (uint32_t m = reads.mask; m; m &= m - 1) {
     *lane = __builtin_ctz(m);
     if (ordered(who, warp, *lane, reads.version) == (reads.collective != 0)) return reads.collective != 0;
@@ -80,7 +80,7 @@ bool RaceWatch::ordered(const Accessor& who, int warp, const Reads& reads, int* 
   return reads.collective == 0 || reads.mask == 0;
 }
 
-void RaceWatch::check(const Accessor& who, const Cell& cell, bool store, RaceFound* out) {
+void RaceChecker::check(const Accessor& who, const Cell& cell, bool store, RaceFound* out) {
   const Write& last = *cell.write;
   const bool same_instruction = store && last.warp == who.warp && last.step == who.step;
   int lane = 0;
@@ -102,8 +102,8 @@ void RaceWatch::check(const Accessor& who, const Cell& cell, bool store, RaceFou
 }
 
 // Against accesses of the other kind, and of the same unless both are strong.
-void RaceWatch::check_all(const Accessor& who, uint32_t address, uint32_t bytes, bool store, bool strong,
-                          RaceFound* out) {
+void RaceChecker::check_all(const Accessor& who, uint32_t address, uint32_t bytes, bool store, bool strong,
+                            RaceFound* out) {
   each_cell(address, bytes, false, [&](const Cell& c) {
     if (!out->found) check(who, c, store, out);
   });
@@ -116,7 +116,7 @@ void RaceWatch::check_all(const Accessor& who, uint32_t address, uint32_t bytes,
   }
 }
 
-void RaceWatch::note_read(const Accessor& who, const Cell& cell) {
+void RaceChecker::note_read(const Accessor& who, const Cell& cell) {
   Reads& r = cell.reads[who.warp];
   const uint32_t lanes = who.lane < 0 ? ~0u : 1u << who.lane;
   const bool collective = who.lane < 0;
@@ -143,14 +143,14 @@ void RaceWatch::note_read(const Accessor& who, const Cell& cell) {
   if (r.older) older_[cell.key + static_cast<uint64_t>(who.warp)].swap(older);
 }
 
-RaceFound RaceWatch::load(const Accessor& who, uint32_t address, uint32_t bytes, bool strong) {
+RaceFound RaceChecker::load(const Accessor& who, uint32_t address, uint32_t bytes, bool strong) {
   RaceFound out;
   check_all(who, address, bytes, false, strong, &out);
   each_cell(address, bytes, strong, [&](const Cell& c) { note_read(who, c); });
   return out;
 }
 
-RaceFound RaceWatch::store(const Accessor& who, uint32_t address, uint32_t bytes, bool strong) {
+RaceFound RaceChecker::store(const Accessor& who, uint32_t address, uint32_t bytes, bool strong) {
   RaceFound out;
   check_all(who, address, bytes, true, strong, &out);
   each_cell(address, bytes, strong, [&](const Cell& c) {
@@ -162,8 +162,8 @@ RaceFound RaceWatch::store(const Accessor& who, uint32_t address, uint32_t bytes
   return out;
 }
 
-RaceFound RaceWatch::hand_over(const Accessor& who, const ThreadOrder& order, uint32_t address, uint32_t bytes,
-                               bool store) {
+RaceFound RaceChecker::hand_over(const Accessor& who, const ThreadOrder& order, uint32_t address, uint32_t bytes,
+                                 bool store) {
   RaceFound out;
   const int self = who.warp * 32 + who.lane;
   const uint32_t fenced = order.fenced(who.warp, who.lane);
@@ -191,11 +191,11 @@ RaceFound RaceWatch::hand_over(const Accessor& who, const ThreadOrder& order, ui
   return out;
 }
 
-void RaceWatch::end_hand_over(uint32_t address, uint32_t bytes) {
+void RaceChecker::end_hand_over(uint32_t address, uint32_t bytes) {
   for (uint32_t a = address; a < address + bytes && !volatile_.empty(); ++a) volatile_.erase(a);
 }
 
-RaceFound RaceWatch::look(const Accessor& who, uint32_t address, uint32_t bytes) {
+RaceFound RaceChecker::look(const Accessor& who, uint32_t address, uint32_t bytes) {
   RaceFound out;
   check_all(who, address, bytes, false, false, &out);
   return out;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists names of FlashInfer and vLLM that moved between the versions that this fork is made for and others.
 
-    python -m tools.contacts --flashinfer flashinfer_python-0.7.3-py3-none-any.whl --vllm vllm-0.34.0-....whl
+    python -m tools.api_checks --flashinfer flashinfer_python-0.7.3-py3-none-any.whl --vllm vllm-0.34.0-....whl
 
 Reads wheels, or folders in which one is unpacked or installed, and imports nothing of them. Exit status 1 if a name
 moved that the fork needs.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flashinfer_sm12x import versions
-from flashinfer_sm12x.vllm import contacts
+from flashinfer_sm12x.vllm import api_checks
 
 ROOT = Path(__file__).resolve().parent.parent
 Found = tuple[str, ast.stmt | None]
@@ -133,23 +133,23 @@ def assigned(cls: ast.ClassDef) -> frozenset[str]:
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> inspect.Signature:
     """The signature of a definition; a method's without ``self``."""
-    found: inspect.Signature = contacts.signature_of(function.args)
+    found: inspect.Signature = api_checks.signature_of(function.args)
     static = any(getattr(each, "id", "") == "staticmethod" for each in function.decorator_list)
     return found.replace(parameters=[*found.parameters.values()][method and not static :])
 
 
 class Moved:
-    """Asks the plugin's table of contacts of sources."""
+    """Checks sources against the plugin's table."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
 
-    def probe(self, contact: Any) -> str:
-        """The answer that :func:`flashinfer_sm12x.vllm.contacts.probe` would give, as far as sources tell."""
-        if self.sources.module(contact.module) is None:
-            return f"{contact.module} is gone"
-        name, *inner = contact.path.split(".")
-        found = self.sources.resolve(contact.module, name)
+    def probe(self, check: Any) -> str:
+        """The answer that :func:`flashinfer_sm12x.vllm.api_checks.probe` would give, as far as sources tell."""
+        if self.sources.module(check.module) is None:
+            return f"{check.module} is gone"
+        name, *inner = check.path.split(".")
+        found = self.sources.resolve(check.module, name)
         method = False
         for attribute in inner:
             cls = self.class_of(found)
@@ -157,11 +157,11 @@ class Moved:
                 break  # the sources do not tell this object's class
             found, method = self.attribute(*cls, attribute), True
             if found is None:
-                return f"{contact} is gone"
+                return f"{check} is gone"
         if found is None:
-            return f"{contact} is gone"
+            return f"{check} is gone"
         if isinstance(found[1], (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return str(contacts.misfit(contact, signature(found[1], method)))
+            return str(api_checks.misfit(check, signature(found[1], method)))
         return ""
 
     def class_of(self, found: tuple[str, Any] | None) -> tuple[str, ast.ClassDef] | None:
@@ -191,12 +191,12 @@ class Moved:
         return None
 
     def report(self) -> list[str]:
-        """A line for each contact that moved, with the part that goes without it."""
+        """A line for each check that fails, with the part that goes without it."""
         return [
-            f"{part}: {said}"
-            for part in contacts.TABLE
-            for contact in contacts.contacts(part)
-            if (said := self.probe(contact))
+            f"{part}: {message}"
+            for part in api_checks.TABLE
+            for check in api_checks.checks_of(part)
+            if (message := self.probe(check))
         ]
 
 
@@ -316,7 +316,7 @@ def installed() -> Path:
     """
     wheel = versions.tested_wheel()
     if wheel is None:
-        raise SystemExit(f"no tested flashinfer-python is installed: {versions.remedy()}, or pass --flashinfer-from")
+        raise SystemExit(f"no tested flashinfer-python is installed: {versions.fix()}, or pass --flashinfer-from")
     return Path(wheel.package).parent
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exec/arrival_watch.h"
+#include "exec/arrival_checker.h"
 
 #include <algorithm>
 
@@ -17,7 +17,7 @@ constexpr const char* kSignalText =
 
 }  // namespace
 
-void ArrivalWatch::meet(uint32_t lanes) {
+void ArrivalChecker::meet(uint32_t lanes) {
   uint64_t last_touch = 0, last_copy = 0, last_written = 0;
   for_lanes(lanes, [&](int i) {
     last_touch = std::max(last_touch, touched[static_cast<size_t>(i)]);
@@ -29,7 +29,7 @@ void ArrivalWatch::meet(uint32_t lanes) {
   access(wrote, lanes, last_written);
 }
 
-void ArrivalWatch::fence(uint32_t lanes, bool device, uint64_t step, const Clock& clock) {
+void ArrivalChecker::fence(uint32_t lanes, bool device, uint64_t step, const Clock& clock) {
   access(block_fence, lanes, step);
   if (!device) return;
   access(device_fence, lanes, step);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content key: every file that a compiler reads counts, wherever the command finds it; none is read without need."""
+"""The build hash: every file that a compiler reads counts, wherever the command finds it; none is read without need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from jit_fakes import Project, needs_nvcc
 
 from flashinfer.jit.sm12x import modules
-from flashinfer_sm12x.build import content_key
-from flashinfer_sm12x.build.content_key import Files, namer, searched_by
-from flashinfer_sm12x.build.engine import COMPILER_ENVIRONMENT, Keys
+from flashinfer_sm12x.build import build_hash
+from flashinfer_sm12x.build.build_hash import Files, namer, searched_by
+from flashinfer_sm12x.build.engine import COMPILER_ENVIRONMENT, BuildHashes
 
 pytestmark = pytest.mark.privileges
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.privileges
     ("name", "number"),
     [(modules.DECODE, 0), (modules.FUSED_MOE, 0), (modules.FUSED_MOE, -1), ("dense_mxfp4_sm12x", -1)],
 )
-def test_what_the_compiler_says_that_it_read_counts(name: str, number: int, workspace: Path) -> None:
+def test_what_the_compiler_reports_as_read_counts(name: str, number: int, workspace: Path) -> None:
     """All but the system's own headers, which lie in no folder that the command names."""
     plan = modules.MODULES[name]().plan
     step = plan.steps[number]
@@ -40,34 +40,36 @@ def test_what_the_compiler_says_that_it_read_counts(name: str, number: int, work
     folders = [f"{os.path.realpath(folder)}/" for folder in searched_by(step.flags, "/")[0]]
     ours = {path for path in read if path.startswith((*folders, str(workspace)))}
     assert len(ours) > 30
-    assert ours <= {os.path.realpath(path) for path in Keys(plan).sources[step.name]}
+    assert ours <= {os.path.realpath(path) for path in BuildHashes(plan).sources[step.name]}
 
 
 def test_another_place_of_the_same_files_is_the_same_key(project: Project, tmp_path: Path) -> None:
-    """This holds for the folders that a plan names. A file that no ``#include`` reaches does not change the key."""
+    """This holds for the folders that a plan names. A file that no ``#include`` reaches does not change the hash."""
 
-    def keys(src: Path) -> tuple[dict[str, str], str]:
+    def hashes(src: Path) -> tuple[dict[str, str], str]:
         plan = project.plan()
         steps = tuple(
             replace(step, source=src / step.source.name, flags=("-DX=1", "-I", str(src))) for step in plan.steps
         )
-        found = Keys(replace(plan, steps=steps, roots={"src": str(src)}))
+        found = BuildHashes(replace(plan, steps=steps, roots={"src": str(src)}))
         return found.objects, found.library
 
     here, there = project.root / "src", tmp_path / "elsewhere"
     shutil.copytree(here, there)
-    assert keys(here) == keys(there)
+    assert hashes(here) == hashes(there)
     project.write("unrelated.h", "int u;\n")
-    assert keys(here) == keys(there)
+    assert hashes(here) == hashes(there)
     project.write("one.h", "int other;\n")
-    (a, whole), (b, other) = keys(here), keys(there)
+    (a, whole), (b, other) = hashes(here), hashes(there)
     assert whole != other
     assert {name for name in a if a[name] != b[name]} == {"a.o", "b.o"}
 
 
 def test_the_number_of_compilers_threads_is_none_of_the_key(project: Project) -> None:
-    keys = [Keys(project.with_flags("-DX=1", flag).plan()).library for flag in ("--threads=1", "--threads=4", "-O1")]
-    assert keys[0] == keys[1] != keys[2]
+    hashes = [
+        BuildHashes(project.with_flags("-DX=1", flag).plan()).library for flag in ("--threads=1", "--threads=4", "-O1")
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 FOLDERS = {
@@ -138,15 +140,15 @@ def test_a_header_counts_however_a_command_finds_it(
     (folder / "options").write_text("-Iinc")
     project.write("c.cu", source)
     flagged = project.with_flags(*words.split())
-    keys = []
+    hashes = []
     for text in ("", "int x;\n", "int y;\n"):
         if text:
             (folder / "inc" / "new.h").write_text(text)
-        keys.append(Keys(flagged.plan()))
-    assert len({each.objects["c.o"] for each in keys}) == len({each.library for each in keys}) == 3
-    assert len({each.objects["a.o"] for each in keys}) == (1 if source else 3)
+        hashes.append(BuildHashes(flagged.plan()))
+    assert len({each.objects["c.o"] for each in hashes}) == len({each.library for each in hashes}) == 3
+    assert len({each.objects["a.o"] for each in hashes}) == (1 if source else 3)
     (folder / "options").write_text("-Iinc -DX")
-    changed = Keys(flagged.plan()).objects["c.o"] != keys[-1].objects["c.o"]
+    changed = BuildHashes(flagged.plan()).objects["c.o"] != hashes[-1].objects["c.o"]
     assert changed == ("options" in re.split("[ =@]", words))
 
 
@@ -158,11 +160,11 @@ def test_an_empty_folder_of_a_variable_is_the_current_folder(
     folder = project.plan().folder
     folder.mkdir(parents=True)
     source = project.write("c.cu", "#include <new.h>\n")
-    keys = []
+    hashes = []
     for text in ("int x;\n", "int y;\n"):
         (folder / "new.h").write_text(text)
-        keys.append(Keys(project.plan()).objects["c.o"])
-    assert keys[0] != keys[1]
+        hashes.append(BuildHashes(project.plan()).objects["c.o"])
+    assert hashes[0] != hashes[1]
     listed = subprocess.run(
         [gxx, "-x", "c++", "-M", str(source)], cwd=folder, capture_output=True, text=True, check=True
     )
@@ -200,11 +202,11 @@ def test_compilers_take_each_of_these_spellings(
 
 @pytest.mark.parametrize("name", COMPILER_ENVIRONMENT)
 def test_each_variable_of_a_compilers_counts(name: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [Keys(project.plan())]
+    hashes = [BuildHashes(project.plan())]
     for value in ("", "a", "b"):
         monkeypatch.setenv(name, value)
-        keys.append(Keys(project.plan()))
-    assert len({each.objects["c.o"] for each in keys}) == len({each.library for each in keys}) == 4
+        hashes.append(BuildHashes(project.plan()))
+    assert len({each.objects["c.o"] for each in hashes}) == len({each.library for each in hashes}) == 4
 
 
 CCBIN = ("-ccbin {}", "-ccbin={}", "--compiler-bindir {}", "--compiler-bindir={}", "--options-file host")
@@ -239,21 +241,21 @@ def test_the_host_compiler_counts_however_it_is_named(
         project = project.with_flags(*words)
     else:
         monkeypatch.setenv(through, named if through == "NVCC_CCBIN" else shlex.join(words))
-    keys = []
+    hashes = []
     for version in ("12.2.0", "13.2.0"):
         host.write_text(f"#!/bin/sh\necho gcc {version}\n")
         host.chmod(0o755)
-        keys.append(Keys(project.plan()).objects["c.o"])
-    assert keys[0] != keys[1]
+        hashes.append(BuildHashes(project.plan()).objects["c.o"])
+    assert hashes[0] != hashes[1]
 
 
 @pytest.mark.parametrize(
     "what", ["-DX=2", "-D X=2", "-UX", "-O2", "-gencode=arch=compute_120a,code=sm_120a", "-Xptxas -O1"]
 )
 def test_each_other_flag_counts(what: str, project: Project) -> None:
-    keys = [Keys(each.plan()) for each in (project, project.with_flags(*project.flags, *what.split()))]
-    assert keys[0].objects["c.o"] != keys[1].objects["c.o"]
-    assert keys[0].library != keys[1].library
+    hashes = [BuildHashes(each.plan()) for each in (project, project.with_flags(*project.flags, *what.split()))]
+    assert hashes[0].objects["c.o"] != hashes[1].objects["c.o"]
+    assert hashes[0].library != hashes[1].library
 
 
 def test_a_script_in_place_of_a_compiler_or_before_it_counts(project: Project) -> None:
@@ -262,22 +264,24 @@ def test_a_script_in_place_of_a_compiler_or_before_it_counts(project: Project) -
     wrapper.write_text('#!/bin/sh\nexec "$@" -DA\n')
     wrapper.chmod(0o755)
 
-    def key() -> str:
+    def library_hash() -> str:
         plan = project.plan()
-        return Keys(replace(plan, steps=tuple(replace(step, launcher=(str(wrapper),)) for step in plan.steps))).library
+        return BuildHashes(
+            replace(plan, steps=tuple(replace(step, launcher=(str(wrapper),)) for step in plan.steps))
+        ).library
 
-    keys = [key()]
+    hashes = [library_hash()]
     wrapper.write_text('#!/bin/sh\nexec "$@" -DB\n')
-    keys.append(key())
+    hashes.append(library_hash())
     project.change_compiler("# Understands", "# another\n")
-    keys.append(key())
+    hashes.append(library_hash())
     project.compiler.write_text(project.compiler.read_text().replace("# another\n", "# changed\n"))
-    keys.append(key())
+    hashes.append(library_hash())
     profile = project.compiler.parent / "nvcc.profile"
     for flags in ("-O1", "-O2"):
         profile.write_text(f"PTXAS_FLAGS += {flags}\n")
-        keys.append(key())
-    assert len(set(keys)) == len(keys)
+        hashes.append(library_hash())
+    assert len(set(hashes)) == len(hashes)
 
 
 @pytest.mark.parametrize(
@@ -295,18 +299,18 @@ def test_a_script_in_place_of_a_compiler_or_before_it_counts(project: Project) -
 def test_what_a_linker_takes_over_counts(words: str, project: Project, tmp_path: Path) -> None:
     """A shared library does not: it is read when the module is loaded."""
     (tmp_path / "libx.so").write_text("shared")
-    keys = []
+    hashes = []
     for text in ("one", "two"):
         (tmp_path / "libx.a").write_text(text)
         shared = str(tmp_path / "libx.so")
         plan = replace(
             project.plan(), link_flags=("-shared", shared, *(word.format(tmp_path) for word in words.split()))
         )
-        keys.append(Keys(plan))
-    assert keys[0].library != keys[1].library
-    assert keys[0].objects == keys[1].objects
+        hashes.append(BuildHashes(plan))
+    assert hashes[0].library != hashes[1].library
+    assert hashes[0].objects == hashes[1].objects
     (tmp_path / "libx.so").write_text("another")
-    assert Keys(plan).library == keys[1].library
+    assert BuildHashes(plan).library == hashes[1].library
 
 
 def test_a_header_that_comes_to_stand_before_another_counts(project: Project) -> None:
@@ -357,14 +361,14 @@ def test_a_load_reads_no_file_that_is_in_the_memo(project: Project, monkeypatch:
     """Other than one that was changed so lately that its times may not tell of another change."""
     project.build()
     read: list[str] = []
-    real = content_key.read_file
-    monkeypatch.setattr(content_key, "read_file", lambda path: (read.append(Path(path).name), real(path))[1])
+    real = build_hash.read_file
+    monkeypatch.setattr(build_hash, "read_file", lambda path: (read.append(Path(path).name), real(path))[1])
     assert project.fresh
     compiler = ["nvcc"]  # a script: its content is its identity
     assert sorted(name for name in read if not name.startswith("demo-")) == sorted(
         [*compiler, "digests.json", "a.cu", "b.cu", "c.cu", "one.h", "two.h"]
     )
-    monkeypatch.setattr(content_key, "_YOUNG", -3600.0)
+    monkeypatch.setattr(build_hash, "_YOUNG", -3600.0)
     assert project.fresh  # writes the memo
     read.clear()
     assert project.fresh
@@ -384,7 +388,7 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
     path.write_text("one")
     now = time.time_ns()
     for age, remembered in ((0, False), (3_000_000_000, True)):
-        monkeypatch.setattr(content_key, "_state", lambda path, age=age: [3, 1, now - age, 1])
+        monkeypatch.setattr(build_hash, "_state", lambda path, age=age: [3, 1, now - age, 1])
         files = Files(memo)
         before = files.digest(path)
         files.remember()
@@ -396,13 +400,13 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
 def test_a_file_is_remembered_from_two_seconds_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, memo = tmp_path / "x.h", tmp_path / "memo"
     path.write_text("one")
-    monkeypatch.setattr(content_key.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(build_hash.time, "time", lambda: 1000.0)
     for changed, remembered in ((998_000_000_001, False), (998_000_000_000, False), (997_999_999_999, True)):
-        monkeypatch.setattr(content_key, "_state", lambda path, changed=changed: [3, 1, changed, 1])
+        monkeypatch.setattr(build_hash, "_state", lambda path, changed=changed: [3, 1, changed, 1])
         files = Files(memo)
         files.digest(path)
         files.remember()
-        assert (str(path) in content_key._read_memo(memo)) == remembered, changed
+        assert (str(path) in build_hash._read_memo(memo)) == remembered, changed
 
 
 def test_names_of_folders_in_each_other(tmp_path: Path) -> None:
@@ -419,7 +423,7 @@ def test_a_damaged_memo_is_as_none(project: Project, damage: str) -> None:
     project.calls()
     memo = project.plan().folder / "digests.json"
     memo.write_text(
-        json.dumps({path: [[0, 0, 0, 0], "0" * 64, []] for path in Keys(project.plan()).sources["b.o"]})
+        json.dumps({path: [[0, 0, 0, 0], "0" * 64, []] for path in BuildHashes(project.plan()).sources["b.o"]})
         if damage.startswith("all")
         else damage
     )

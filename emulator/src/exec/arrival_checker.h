@@ -2,7 +2,7 @@
 // What GB10 needs beyond the PTX ISA: a fence before each arrival (kWatchArrivals).
 //
 // By the ISA, mbarrier.arrive releases by default, and red.release does: no fence is missing in front of them. GB10
-// does not reliably honour that (flashinfer issue 3658, seen on a DGX Spark and not on SM120). So this watcher asks for
+// does not reliably honour that (flashinfer issue 3658, seen on a DGX Spark and not on SM120). So this checker asks for
 // - a fence of at least block level between a warp's accesses to shared memory, loads included, and its next arrival:
 //   at an mbarrier in any form, or with a releasing atomic or store on shared memory. cp.async.mbarrier.arrive comes
 //   when the thread's copies are done: those alone need no fence before it;
@@ -24,7 +24,7 @@
 namespace vsm::exec {
 
 /// One warp's accesses and fences, as of its instruction count.
-struct ArrivalWatch {
+struct ArrivalChecker {
   using Steps = std::array<uint64_t, 32>;
   Steps touched{};  // shared memory last, by this lane or one that it met since
   Steps copied{};  // likewise, by cp.async: cp.async.mbarrier.arrive itself waits for these

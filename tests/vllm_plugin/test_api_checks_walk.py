@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of contacts has all that the plugin touches of vLLM, and nothing else, as a walk over its code finds it
+"""The API checks have all that the plugin touches of vLLM, and nothing else, as a walk over its code finds it
 (``touched.py``). vLLM is not needed.
 
-A new line of the plugin that reads an attribute of an object that nothing tells the class of fails here: name the class in
-``NAMES`` or ``VALUES``; then the attribute, if the table lacks it, fails as well.
+A new line of the plugin that reads an attribute of an object that nothing tells the class of fails here: name the class
+in ``NAMES`` or ``VALUES``; then the attribute, if the table lacks it, fails as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import touched
 from touched import OURS, Touch, Walk
 
-from flashinfer_sm12x.vllm import contacts, replacements
+from flashinfer_sm12x.vllm import api_checks, replacements
 
 NAMES = {
     **{f"{file}: current_platform": "Platform" for file in ("compiler.py", "devices.py", "memory.py")},
@@ -33,7 +33,7 @@ NAMES = {
     "dense.py: made": OURS,
     "dense.py: quantized": OURS,
     "dense.py: self._dense(layer, bias, x.dtype)": OURS,
-    "contacts.py: signature": OURS,
+    "api_checks.py: signature": OURS,
     "dense.py: attributes": OURS,
     "dense.py: kernel": OURS,
     "dense_folder.py: vllm_config": "VllmConfig",
@@ -202,7 +202,7 @@ NO_CLASS_HAS = {
     "Attention._k_scale_float": "asked for by model.reason_against(): no method of the class makes it",
     "Attention._v_scale_float": "asked for by model.reason_against(): no method of the class makes it",
     "vllm.compilation.backends.model_tag": "asked for by lm_head.py, which must not import that module",
-    "vllm.platforms.current_platform": "a value that its module computes; of the class are the contacts",
+    "vllm.platforms.current_platform": "a value that its module computes; its class is checked",
 }
 """What is touched and no class or module can be asked for beforehand, and why."""
 
@@ -212,11 +212,11 @@ SET = (
 """What the plugin sets on vLLM's layers, for vLLM's kernels."""
 
 PARTS = {
-    "config.py": ("config", "decode", "dense"),  # which it asks contacts for, before it uses what is theirs
+    "config.py": ("config", "decode", "dense"),  # whose API checks it asks for, before it uses what is theirs
     "model_class.py": ("config",),
     **dict.fromkeys(("attention.py", "compiler.py", "devices.py", "memory.py", "settings.py"), ("config", "attention")),
     # What reach.py and table.py read for a message may fail: their callers go on (fallback.leaving).
-    **dict.fromkeys(("reach.py", "table.py"), tuple(contacts.TABLE)),
+    **dict.fromkeys(("reach.py", "table.py"), tuple(api_checks.TABLE)),
     "dense.py": ("config", "dense", "decode"),  # a norm is computed with the layer in decode steps alone
     "dense_folder.py": ("config", "dense"),
     "lm_head.py": ("config", "dense", "head"),
@@ -224,7 +224,7 @@ PARTS = {
     "nvfp4.py": ("config", "experts", "nvfp4"),
     "model.py": ("config", "experts", "dense", "decode"),
 }
-"""The parts of the table whose contacts a file may use: those which are left to vLLM without the file."""
+"""The parts of the table whose names a file may use: those which are left to vLLM without the file."""
 
 ALSO = {
     "QKVParallelLinear.weight_loader": "called by the name that create_weights() gets it under",
@@ -237,7 +237,8 @@ ALSO = {
     },
     **{
         f"FusedMoEQuantConfig.{name}": "asked for by each name that moe.require_known_format() has"
-        for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant block_shape "
+        for name in "is_scale_swizzled is_scale_transposed mx_alignment per_act_token_quant per_out_ch_quant "
+        "block_shape "
         "a1_scale a2_scale w1_zp w2_zp g1_alphas g2_alphas".split()
     },
     "select_nvfp4_moe_backend": "its form; it is replaced in two modules that import it",
@@ -247,12 +248,12 @@ ALSO = {
 WALK = Walk(NAMES, VALUES).run()
 
 
-def entries(touch: Touch) -> list[tuple[str, contacts.Contact]]:
-    """The table's contacts of a name, of its class or a base."""
+def entries(touch: Touch) -> list[tuple[str, api_checks.ApiCheck]]:
+    """The table's checks of a name, of its class or a base."""
     holder, found = touch.holder, []
     while holder:
-        for part in contacts.TABLE:
-            for each in contacts.contacts(part):
+        for part in api_checks.TABLE:
+            for each in api_checks.checks_of(part):
                 of_class = each.path in (f"{holder}.{touch.name}", f"{holder.rpartition('.')[2]}.{touch.name}")
                 first = each.path.partition(".")[0]
                 of_module = each.module == holder and touch.name == first
@@ -285,21 +286,21 @@ def problem(touch: Touch) -> str:
     return "" if any(agrees(touch, each) for each in calls) else f"{touch} is called otherwise than the table says"
 
 
-def agrees(touch: Touch, contact: contacts.Contact) -> bool:
+def agrees(touch: Touch, check: api_checks.ApiCheck) -> bool:
     assert touch.call is not None
     count, keywords = touch.call
-    if contact.takes is not None:
+    if check.takes is not None:
         try:
-            contact.takes.bind(*[None] * count, **dict.fromkeys(keywords))
+            check.takes.bind(*[None] * count, **dict.fromkeys(keywords))
         except TypeError:
             return False
         return True
-    assert contact.call is not None
-    by_position = [each for each in contact.call if "=" not in each and not each.startswith("**")]
+    assert check.call is not None
+    by_position = [each for each in check.call if "=" not in each and not each.startswith("**")]
     if by_position and by_position[-1].startswith("*"):
         by_position, count = by_position[:-1], min(count, len(by_position) - 1)
-    others = {"None"} if any(each.startswith("**") for each in contact.call) else set()
-    asked = {each[:-1] for each in contact.call if each.endswith("=")}
+    others = {"None"} if any(each.startswith("**") for each in check.call) else set()
+    asked = {each[:-1] for each in check.call if each.endswith("=")}
     return len(by_position) == count and set(keywords) - others <= asked
 
 
@@ -314,7 +315,7 @@ def test_types_that_nothing_asks_for_are_gone():
 
 
 def test_every_attribute_of_vllm_that_the_plugin_touches_is_in_the_table():
-    assert sorted({said for touch in WALK.touches if (said := problem(touch))}) == []
+    assert sorted({message for touch in WALK.touches if (message := problem(touch))}) == []
 
 
 def test_every_entry_of_the_table_is_touched():
@@ -332,8 +333,8 @@ def test_every_entry_of_the_table_is_touched():
     }
     assert [
         f"{part}: {each}"
-        for part in contacts.TABLE
-        for each in contacts.contacts(part)
+        for part in api_checks.TABLE
+        for each in api_checks.checks_of(part)
         if (each.module, each.path) not in used
         and each.path not in ALSO
         and not ("." in each.path and each.path.rpartition(".")[2] in own)  # overridden
@@ -351,7 +352,7 @@ def hook(vllm_config, layer):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("vllm_config.model_config", ""),
         ("vllm_config.model_config.hf_config.anything", ""),
@@ -374,14 +375,14 @@ def hook(vllm_config, layer):
         ("vllm_config.kv_transfer_config.role", "vllm_config.kv_transfer_config.role: VllmConfig.kv_transfer_config"),
     ],
 )
-def test_the_walk_notices_a_line(tmp_path: Path, line: str, said: str):
+def test_the_walk_notices_a_line(tmp_path: Path, line: str, message: str):
     (tmp_path / "dense.py").write_text(PLUGIN.format(line))
     names = {"dense.py: vllm_config": "VllmConfig"}
     walk = Walk(names, VALUES).run(tmp_path)
-    every = tuple(contacts.TABLE)
+    every = tuple(api_checks.TABLE)
     found = walk.untold + [
         each
         for touch in walk.touches
         if (each := problem(dataclasses.replace(touch, file="reach.py"))) and PARTS["reach.py"] == every
     ]
-    assert (said in found[0]) if said else found == [], found
+    assert (message in found[0]) if message else found == [], found

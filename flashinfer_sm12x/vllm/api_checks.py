@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's contacts with vLLM, by part. If a contact of a part has moved, that part is left to vLLM, and the others
-go on.
+"""API checks: what the plugin uses of vLLM, by part. If a name of a part has moved, that part is left to vLLM, and the
+others go on.
 
-A contact is a name of vLLM's, with the form of its call or its override if that matters:
+A check is a name of vLLM's, with the form of its call or its override if that matters:
 
 ``f``                     it is there
-``f(a, b, x=, y=None)``   it is called: ``a`` and ``b`` by position, in this order, ``x`` by keyword; ``y`` is left at its
-                          default, which is None (``*args``: by position, as many as there are; ``**more``: by any keyword)
+``f(a, b, x=, y=None)``   it is called: ``a`` and ``b`` by position, in this order, ``x`` by keyword; ``y`` is left at
+                          its default, which is None (``*args``: by position, as many as there are; ``**more``: by any
+                          keyword)
 ``f <- (layer, x=None)``  it is overridden here: vLLM's has these parameters, in this order and with these defaults
 
 A default that is no literal is ``...``, which fits every default.
 
 ``Class.name`` may be an attribute of a class or one of its bases, a field, or an attribute that a method assigns to
-``self``. ``tools/contacts.py`` checks a wheel against the same table without importing it; so nothing of vLLM's is
+``self``. ``tools/api_checks.py`` checks a wheel against the same table without importing it; so nothing of vLLM's is
 imported here until a part is asked for.
 """
 
@@ -134,7 +135,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8",
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16",
             "_user_moe_activation_override()",
-            "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, w13_weight_scale=, "
+            "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, "
+            "w13_weight_scale=, "
             "w2_weight_scale=, w13_bias=, w2_bias=, _cache_permute_indices=None, activation=None, "
             "use_separated_a4w4=False, activation_key=None)",
             "make_mxfp4_moe_kernel(moe_quant_config=, moe_config=, mxfp4_backend=, experts_cls=, routing_tables=)",
@@ -178,7 +180,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.config": ("FusedMoEConfig.is_act_and_mul", "FusedMoEConfig.has_bias"),
         f"{MOE}.experts.flashinfer_cutlass_moe": (
             "FlashInferExperts._supports_no_act_and_mul()",
-            "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, "
+            "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, "
+            "expert_tokens_meta, "
             "activation)",
             *(f"FlashInferExperts.{name}" for name in ("g1_alphas", "g2_alphas")),
         ),
@@ -212,7 +215,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.quantization.online.base": ("OnlineQuantizationConfig.resolve_quant_method_cls(layer_cls, prefix)",),
         f"{LAYERS}.linear": (
             "UnquantizedLinearMethod.__init__()",
-            "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
+            "input_size, "
             "output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedLinearMethod.process_weights_after_loading(layer)",
             "LinearBase.quant_method",
@@ -233,7 +237,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.model_executor.utils": ("replace_parameter(layer, param_name, new_tensor)",),
         f"{LAYERS}.vocab_parallel_embedding": (
             "UnquantizedEmbeddingMethod()",
-            "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, "
+            "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
+            "input_size, "
             "output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",
             "UnquantizedEmbeddingMethod.tie_weights(layer, embed_tokens)",
@@ -248,7 +253,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "op_registry_oot",
         ),
         f"{LAYERS}.vocab_parallel_embedding": (
-            "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, padding_size=, "
+            "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, "
+            "padding_size=, "
             "quant_config=, prefix=, quant_method=, disable_tp=False)",
         ),
     },
@@ -294,7 +300,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "GptOssForCausalLM.__init__ <- (vllm_config, prefix='')",
             "GptOssForCausalLM.forward <- (input_ids, positions, intermediate_tensors=None, inputs_embeds=None)",
             "GptOssForCausalLM.load_weights <- (weights)",
-            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(input_ids) GptOssModel.layers GptOssModel.norm".split(),
+            *"GptOssForCausalLM.model GptOssModel.embed_input_ids(input_ids) GptOssModel.layers "
+            "GptOssModel.norm".split(),
             *"GptOssModel.aux_hidden_state_layers TransformerBlock.attn TransformerBlock.mlp".split(),
             *"TransformerBlock.input_layernorm TransformerBlock.post_attention_layernorm OAIAttention.qkv_proj".split(),
             *"OAIAttention.o_proj OAIAttention.attn OAIAttention.rotary_emb MLPBlock.router MLPBlock.experts".split(),
@@ -317,8 +324,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         f"{MOE}.router.base_router": ("BaseRouter.top_k",),
         f"{MOE}.routed_experts": (
-            *"RoutedExperts.quant_method RoutedExperts.moe_config RoutedExperts._ensure_moe_quant_config_init()".split(),
-            "RoutedExperts.forward_modular(x=, topk_weights=, topk_ids=, shared_experts=None, shared_experts_input=None)",
+            *"RoutedExperts.quant_method RoutedExperts.moe_config "
+            "RoutedExperts._ensure_moe_quant_config_init()".split(),
+            "RoutedExperts.forward_modular(x=, topk_weights=, topk_ids=, shared_experts=None, "
+            "shared_experts_input=None)",
             "RoutedExperts.activation",
         ),
         "vllm.v1.attention.backends.flashinfer": (
@@ -336,13 +345,13 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.v1.attention.backends.utils": ("get_flashinfer_layout_string(layout)",),
     },
 }
-"""Part -> module -> contacts in it."""
+"""Part -> module -> checks of its names."""
 
 NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",), "nvfp4": ("experts",)}
 """Part -> other parts that it needs; all of them need ``config``."""
 
 
-class Contact(NamedTuple):
+class ApiCheck(NamedTuple):
     """One entry of :data:`TABLE`.
 
     Attributes:
@@ -360,18 +369,18 @@ class Contact(NamedTuple):
         return f"{self.module}.{self.path}"
 
 
-def parse(module: str, text: str) -> Contact:
+def parse(module: str, text: str) -> ApiCheck:
     match = re.fullmatch(r"([\w.]+)(?:\((.*)\)| <- \((.*)\))?", text)
     assert match is not None, text
     path, call, takes = match.groups()
     if takes is not None:
         (function,) = ast.parse(f"def f({takes}): ...").body
         assert isinstance(function, ast.FunctionDef)
-        return Contact(module, path, None, signature_of(function.args))
-    return Contact(module, path, None if call is None else tuple(filter(None, call.split(", "))), None)
+        return ApiCheck(module, path, None, signature_of(function.args))
+    return ApiCheck(module, path, None if call is None else tuple(filter(None, call.split(", "))), None)
 
 
-def contacts(part: str) -> Iterator[Contact]:
+def checks_of(part: str) -> Iterator[ApiCheck]:
     for module, texts in TABLE[part].items():
         for text in texts:
             yield parse(module, text)
@@ -422,21 +431,21 @@ def _fits(default: Any, other: Any) -> bool:
     return True
 
 
-def misfit(contact: Contact, signature: inspect.Signature) -> str:
-    """Why the contact does not fit what has this signature, ``self`` not in it; an empty text where it does."""
+def misfit(check: ApiCheck, signature: inspect.Signature) -> str:
+    """Why the check fails for what has this signature, ``self`` not in it; an empty text where it passes."""
     parameters = [_plain(each) for each in signature.parameters.values()]
     shown = str(inspect.Signature(parameters)).replace("Ellipsis", "...")
-    if contact.call is not None:
-        reason = _misfit_of_call(contact.call, parameters)
-        return f"{contact} takes {shown}: {reason}" if reason else ""
-    if contact.takes is None:
+    if check.call is not None:
+        reason = _misfit_of_call(check.call, parameters)
+        return f"{check} takes {shown}: {reason}" if reason else ""
+    if check.takes is None:
         return ""
-    expected = list(contact.takes.parameters.values())
+    expected = list(check.takes.parameters.values())
     if [(each.name, each.kind) for each in expected] == [(each.name, each.kind) for each in parameters] and all(
         _fits(one.default, other.default) for one, other in zip(expected, parameters, strict=True)
     ):
         return ""
-    return f"{contact} takes {shown}, not {str(contact.takes).replace('Ellipsis', '...')}"
+    return f"{check} takes {shown}, not {str(check.takes).replace('Ellipsis', '...')}"
 
 
 def _misfit_of_call(arguments: Iterable[str], parameters: Sequence[inspect.Parameter]) -> str:
@@ -470,35 +479,35 @@ def _misfit_of_call(arguments: Iterable[str], parameters: Sequence[inspect.Param
     return ""
 
 
-def probe(contact: Contact) -> str:
-    """Tell what moved of one contact of the installed vLLM; an empty text where nothing did."""
+def probe(check: ApiCheck) -> str:
+    """Check one name of the installed vLLM: what moved; an empty text where nothing did."""
     try:
-        found: Any = importlib.import_module(contact.module)
+        found: Any = importlib.import_module(check.module)
     except Exception as error:  # what an import may fail with is vLLM's choice
-        return f"{contact.module} cannot be imported: {type(error).__name__}: {error}"
+        return f"{check.module} cannot be imported: {type(error).__name__}: {error}"
     holder: Any = None
-    for name in contact.path.split("."):
+    for name in check.path.split("."):
         holder = found
         if isinstance(holder, type) and not hasattr(holder, name) and _is_field(holder, name):
             return ""
         try:
             found = getattr(holder, name)
         except AttributeError:
-            return f"{contact} is gone"
+            return f"{check} is gone"
         except Exception as error:  # of a name whose value is computed
-            return f"{contact} cannot be read: {type(error).__name__}: {error}"
-    if contact.call is None and contact.takes is None:
+            return f"{check} cannot be read: {type(error).__name__}: {error}"
+    if check.call is None and check.takes is None:
         return ""
     if str(getattr(found, "__module__", "")).startswith(f"{__package__}."):
         return ""  # replaced by this plugin, which asked before it did
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        return f"{contact} is no function any more"
-    written = inspect.getattr_static(holder, contact.path.rpartition(".")[2]) if isinstance(holder, type) else None
+        return f"{check} is no function any more"
+    written = inspect.getattr_static(holder, check.path.rpartition(".")[2]) if isinstance(holder, type) else None
     if isinstance(written, FunctionType):
         signature = signature.replace(parameters=[*signature.parameters.values()][1:])
-    return misfit(contact, signature)
+    return misfit(check, signature)
 
 
 def _is_field(cls: type, name: str) -> bool:
@@ -557,7 +566,7 @@ def _moved(part: str) -> str:
     """What moved of vLLM that a part needs, or an empty text."""
     reason = ""
     try:
-        if moved := list(filter(None, map(probe, contacts(part)))):
+        if moved := list(filter(None, map(probe, checks_of(part)))):
             more = f"; and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
             reason = "; ".join(moved[:SHOWN]) + more
         else:

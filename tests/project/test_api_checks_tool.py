@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/contacts.py`` on a toy of vLLM's and two of FlashInfer's whose every line is known."""
+"""``tools/api_checks.py`` on a toy of vLLM's and two of FlashInfer's whose every line is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from layer_toys import load_tool, write_tree
 
-tool = load_tool("contacts")
+tool = load_tool("api_checks")
 
 VLLM = {
     "vllm/__init__.py": "",
@@ -51,7 +51,7 @@ GONE = " is gone"
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "said"),
+    ("module", "text", "message"),
     [
         ("vllm.config", "Config", ""),
         ("vllm.config", "inner", ""),
@@ -104,11 +104,11 @@ GONE = " is gone"
         ("vllm.envs", "OTHER", GONE),
     ],
 )
-def test_a_contact_is_asked_of_sources(sources, module: str, text: str, said: str) -> None:
+def test_an_api_is_checked_in_sources(sources, module: str, text: str, message: str) -> None:
     moved = tool.Moved(sources)
-    found = moved.probe(tool.contacts.parse(module, text))
-    assert found.endswith(said)
-    assert bool(found) == bool(said)
+    found = moved.probe(tool.api_checks.parse(module, text))
+    assert found.endswith(message)
+    assert bool(found) == bool(message)
 
 
 def test_every_import_that_goes_round_in_a_circle_ends(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_what_the_layer_touches_is_compared(tmp_path: Path, capsys, now: str, li
     assert [line for line in lines if line not in printed] == []
 
 
-def test_another_order_of_the_same_arguments_is_told() -> None:
+def test_another_order_of_the_same_arguments_is_reported() -> None:
     was, to = (tool.ast.parse(f"def f({each}): ...").body[0] for each in ("a, b, c", "a, c, b"))
     assert tool._signatures(was, to) == ": takes (a, c, b) in this order"
     assert tool._signatures(was, was) == ": text"
@@ -184,9 +184,9 @@ def test_the_installed_wheel_is_what_the_layer_was_made_over(capsys, site_packag
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [([], "name a wheel"), (["--vllm", "none.whl"], "there is no none.whl; pip download")]
+    ("words", "message"), [([], "name a wheel"), (["--vllm", "none.whl"], "there is no none.whl; pip download")]
 )
-def test_a_wrong_command_line(capsys, words: list[str], said: str) -> None:
+def test_a_wrong_command_line(capsys, words: list[str], message: str) -> None:
     with pytest.raises(SystemExit):
         tool.main(words)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
