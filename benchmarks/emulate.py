@@ -169,7 +169,7 @@ def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactic
         gemms = sum(fit.tile > 0 for fit in fits)
         tile = token_tiles(tactics)[min(gemms, 1)] if launches[0].counts.mma_flops else 0
         works = [work_of(ids, tile) for ids, _ in emulated]
-        by_tokens = not tile and ("moe_pack" not in launch.kernel or INSTANCES[tactics[0]].streamed)
+        by_tokens = not tile and ("moe_pack" not in launch.kernel or INSTANCES[tactics[0]].split_k)
         fits.append(fit_launch(launches[:3], works[:3], tile, by_tokens))
         if tile:
             expected, found = fits[-1].at(works[3]), launches[3].counts
@@ -301,10 +301,10 @@ def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Itera
     and for any larger batch."""
     for k in sorted({k for _, k in MODELS[LAYER_MODEL].matrices.values()}):
         for row in DENSE_INSTANCES:
-            if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.streamed):
+            if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.split_k):
                 continue
             began = time.perf_counter()
-            most = dense.MOST_PASSES * row.token_tile if row.streamed else 2**30
+            most = dense.MOST_PASSES * row.token_tile if row.split_k else 2**30
             counts = [
                 count for count in [*priced_tokens(weights, activation, k), dense.FEW_TOKENS + 1] if count <= most
             ]

@@ -30,15 +30,15 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
   return rows;
 }
 
-// Options of a stream of weights beside its operands. A GEMM takes no norm and ignores the others.
+// Options of a split-K kernel beside its operands. A GEMM takes no norm and ignores the others.
 struct DenseExtras {
   RowNorm norm;
   Optional<TensorView> next_weights;
-  uint64_t* ranks;  // null, or where a stream leaves ranks of its largest outputs; then `out` may have no rows
+  uint64_t* ranks;  // null, or where a split-K kernel leaves ranks of its largest outputs; then `out` may have no rows
   int* ranks_of_token;  // how many for a token
 };
 
-// `workspace`: for a GEMM only; a stream of weights takes none.
+// `workspace`: for a GEMM only; a split-K kernel takes none.
 void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
@@ -76,13 +76,13 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
         << "residual must have the shape and dtype of out";
   }
   const LaunchOptions options = launch_options(tokens, enable_pdl);
-  if (instance->stream_dense != nullptr) {
+  if (instance->split_k_dense != nullptr) {
     a.weights_first = weights_first;
     a.ranks = extras.ranks;
     a.norm = extras.norm;
     a.next = read_ahead_of(extras.next_weights, options);
     int left = 0;
-    check_status(run_dense_stream(a, options, &left));
+    check_status(run_split_k_dense(a, options, &left));
     if (extras.ranks != nullptr) *extras.ranks_of_token = left;
     return;
   }

@@ -10,7 +10,7 @@ namespace flashinfer::sm12x {
 // Whether a dense layer by this tactic leaves ranks of its outputs itself, so that their largest need no logits.
 bool leaves_ranks(int tactic, int top_k) {
   const Instance* instance = find_instance(tactic);
-  return top_k == 1 && instance != nullptr && instance->stream_dense != nullptr;
+  return top_k == 1 && instance != nullptr && instance->split_k_dense != nullptr;
 }
 
 // Bytes of workspace to find the largest of so many rows, by either method.
@@ -62,7 +62,7 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
-// A dense layer behind an RMSNorm of its bfloat16 tokens, of a tactic that streams: at most eight.
+// A dense layer behind an RMSNorm of its bfloat16 tokens, of a split-K tactic: at most eight.
 void dense_normed_run(Optional<TensorView> sum, Optional<TensorView> addend, TensorView norm_weight, double epsilon,
                       TensorView out, TensorView tokens, TensorView weights, TensorView weight_scales,
                       Optional<TensorView> alpha, Optional<TensorView> bias, int64_t tactic,

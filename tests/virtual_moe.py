@@ -67,7 +67,7 @@ def sm_count(device: VirtualDevice) -> int:
 
 
 def blocks_of_gemms(device: VirtualDevice, row: Instance) -> list[int]:
-    """Blocks of FC1 and of FC2 in the layer last launched, by a pair of GEMMs of ``row``."""
+    """Blocks of FC1 and of FC2 in the layer last launched, by the two-kernel path of ``row``."""
     launches = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel][-2:]
     for launch in launches:
         sizes = (row.token_tile, row.k_tile, row.stages, row.blocks_per_sm)

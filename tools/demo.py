@@ -153,7 +153,7 @@ def build_notes(progress: Progress) -> Iterator[None]:
 
 
 def machine_code_checks(rows: Sequence[InstanceRow]) -> list[Check]:
-    # The streamed layer multiplies both formats in bfloat16, which holds scaled MXFP8 and MXFP4 values exactly.
+    # The fused MoE kernel multiplies both formats in bfloat16, which holds scaled MXFP8 and MXFP4 values exactly.
     block_scaled = [row for row in rows if "mxfp8" in row.instance and row.gemm != "layer"]
     others = [row for row in rows if row not in block_scaled]
     spilling = [f"{row.instance} {row.gemm}: {row.local_accesses}" for row in rows if row.local_accesses]
@@ -288,7 +288,7 @@ def run_on_gpu(found: tuple[str, tuple[int, int]] | None) -> list[Check]:
 
 def launch_title(kernel: str) -> str:
     """The role of a launch in the layer, from its kernel's mangled name."""
-    if "streamed_layer_kernel" in kernel:
+    if "fused_moe_kernel" in kernel:
         return "layer"
     if "moe_pack_kernel" in kernel:
         return "tokens"

@@ -41,9 +41,9 @@ QUICK = (
     *(
         f"tests/moe/test_virtual_{name}"
         for name in (
-            "instances.py::test_a_streamed_layer[stream_bf16_m8 bf16-(64, 192)]",
-            "instances.py::test_a_streamed_layer[stream_mxfp8_as_bf16_m8 MXFP8-(320, 64)]",
-            "instances.py::test_a_streamed_layer[nvfp4_stream_bf16_m8 bf16-(64, 192)]",
+            "instances.py::test_a_fused_moe_layer[stream_bf16_m8 bf16-(64, 192)]",
+            "instances.py::test_a_fused_moe_layer[stream_mxfp8_as_bf16_m8 MXFP8-(320, 64)]",
+            "instances.py::test_a_fused_moe_layer[nvfp4_stream_bf16_m8 bf16-(64, 192)]",
             "instances.py::test_an_instance_with_8_bit_activations[MXFP8 linear-mxfp8_m8_k128]",
             "instances.py::test_a_grouped_gemm_instance[mxfp8_m8_k128-e4m3]",
             "step.py::test_one_launch_chooses_and_computes[W4A8-3-500-10]",

@@ -34,7 +34,7 @@ from .l2 import Gemm, dram_bytes, walk
 
 FEW_TOKENS = 64
 MOST_PASSES = 4
-"""Tiles of tokens up to which a stream of weights is priced."""
+"""Tiles of tokens up to which a split-K kernel is priced."""
 Run = tuple[int, int]
 """Tokens, and rows of the weight."""
 RUNS = Path(__file__).with_name("gb10_dense.csv")
@@ -63,7 +63,7 @@ class KeptRun(NamedTuple):
 
 def runs_for(row: Instance, tokens: int) -> list[Run]:
     """The runs to which the counts of a batch of ``tokens`` are fitted."""
-    unit = 16 * MULTIPROCESSORS if row.streamed else 2 * ROW_TILE
+    unit = 16 * MULTIPROCESSORS if row.split_k else 2 * ROW_TILE
     batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
     return list(itertools.product(batches, (unit, 2 * unit)))
 
@@ -101,7 +101,7 @@ def launches_of(
     for position, launches in enumerate(zip(*seen.values(), strict=True)):
         launch, beside = launches[0], Counts()
         counts = [each.counts for each in launches]
-        if not row.streamed and position == 1:
+        if not row.split_k and position == 1:
             for index, (m, rows) in enumerate(seen):
                 parts = bytes_of_parts(row, (m, rows, k), grid_of(row, m, rows, launch.resident))
                 counts[index] += Counts(bytes=-parts)
@@ -111,7 +111,7 @@ def launches_of(
         values = torch.tensor([each.values() for each in counts], dtype=torch.float64)
         at_size = torch.tensor(terms(tokens, n), dtype=torch.float64) @ torch.linalg.solve(system, values)
         found.append(dataclasses.replace(launch, counts=Counts(*at_size.tolist()) + beside))
-    return passes_of(row, layer, tokens, found[0]) if row.streamed else found
+    return passes_of(row, layer, tokens, found[0]) if row.split_k else found
 
 
 def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch) -> list[Launch]:
@@ -133,7 +133,7 @@ def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int
 
 def times_of(row: Instance, layer: tuple[int, int], launches: Sequence[Launch]) -> dict[str, Any]:
     """The fields of :class:`.gb10.Times`."""
-    second = 0.0 if row.streamed else SECOND_LAUNCH_US
+    second = 0.0 if row.split_k else SECOND_LAUNCH_US
     fast, slow = FIXED_US["dense"]
     megabytes = matrix_bytes(*layer, row.weights) / 1e6
     return times(launches, row.operand, megabytes, (fast + second, slow + second))

@@ -71,7 +71,7 @@ LAUNCH_SAVED_US = {"experts": 0.7, "top-k": 1.0}
 before it. top-k: at one token the experts' launch does the router's top-k. Both are net: an H100's step of 36 layers is
 24 and 35 us shorter. Fusing the norm into QKV needs no such number, because it removes the part "norms" itself."""
 SECOND_GEMM_US = 11.7
-"""Microseconds that a pair of GEMMs adds to an MoE layer."""
+"""Microseconds that the two-kernel path adds to an MoE layer."""
 SECOND_LAUNCH_US = 3.0
 """Microseconds that a second launch adds to a dense layer."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DRAM bytes of a pair of GEMMs, given the size of L2: a simulation of the order in which blocks read tiles.
+"""DRAM bytes of the two-kernel path, given the size of L2: a simulation of the order in which blocks read tiles.
 
 Every k-tile of a unit reads a tile of weights and a tile of token rows. Blocks walk their units in the order of
 ``include/flashinfer/sm12x/tile/scheduler.cuh``, all at the same pace; L2 evicts the least recently used tile. Checked

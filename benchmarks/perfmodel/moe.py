@@ -8,12 +8,12 @@
    of tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done
    for each row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles -
    give the three coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By
-   these counts weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more
+   these counts weights come from DRAM once per touched expert, not once per tile; what the two-kernel path reads more
    often, because L2 is too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when
-   L2 has lost them.  A streamed layer reads an expert's weights once for each of its tiles.
+   L2 has lost them.  A fused MoE kernel reads an expert's weights once for each of its tiles.
 3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, as is the
-   arranging of tokens for a streamed layer; for a pair of GEMMs that is linear in R (it reads a token's row once and
-   writes it for each of its experts; emulated with fewer of them, reads are overestimated).
+   arranging of tokens for a fused MoE kernel; for the two-kernel path that is linear in R (it reads a token's row once
+   and writes it for each of its experts; emulated with fewer of them, reads are overestimated).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Work:
 class Fit:
     """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
 
-    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a streamed layer's arranging, are
-    the batch's tokens (``by_tokens``). ``warps`` are the resident ones of a scheduler.
+    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a fused MoE kernel's arranging,
+    are the batch's tokens (``by_tokens``). ``warps`` are the resident ones of a scheduler.
     """
 
     tile: int
@@ -134,7 +134,7 @@ def launches_of(
     for fit in fits:
         work = mean_work(layer, tokens, fit.tile, routing, new)
         counts = fit.at(work)
-        if fit.tile and INSTANCES[tactics[0]].streamed:
+        if fit.tile and INSTANCES[tactics[0]].split_k:
             # A block's share holds one tile after the other: an expert's second tile finds none of its weights in L2.
             counts += Counts(bytes=(work.tiles - work.experts) * layer.expert_bytes)
         elif fit.tile:
@@ -221,7 +221,7 @@ def predicted_range(layer: MoELayer, mode: int, tokens: int) -> tuple[float, flo
     """
     tactics = planned(layer, mode, tokens)
     fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
-    if not fits or (multiplies_in_half() and not INSTANCES[tactics[0]].streamed):
+    if not fits or (multiplies_in_half() and not INSTANCES[tactics[0]].split_k):
         return None
     line = predict(layer, mode, tokens, tactics, fits)
     return line.fast, line.slow

@@ -541,7 +541,7 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
     fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
     key = ("MoE", model, size.ranks, step.tokens, "mxfp4", activation)
     uniform = given.routing == (UNIFORM, UNIFORM) and not step.verified
-    one_launch = step.decode_step and activation == "bf16" and INSTANCES[tactics[0]].streamed
+    one_launch = step.decode_step and activation == "bf16" and INSTANCES[tactics[0]].split_k
     saved = LAUNCH_SAVED_US["experts"] if one_launch else 0.0
     if not fits or (uniform and (*key, 0) in kept()):
         return sooner(on_device(kept_kernel(*key), scaled, device), saved)

@@ -69,7 +69,7 @@ def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int
 
 @functools.lru_cache(maxsize=4096)
 def default_tactics(problem: MoEProblem, device: DeviceClass, all_sms: bool = True) -> tuple[int, int]:
-    """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each
+    """The planner's choice; without ``all_sms`` of the device the two-kernel path, whose blocks do not wait for each
     other."""
     sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
     return plan_moe(*sizes, int(problem.mode), device, all_sms, problem.weights)
@@ -84,13 +84,13 @@ class Plan(NamedTuple):
         Tactics of FC1 and FC2: the planner's, unless others are wanted.
     workspace : int
         Bytes of workspace.
-    streamed : bool
-        Whether the layer is one stream of weights.
+    fused_moe : bool
+        Whether the layer is one fused MoE kernel.
     """
 
     tactics: tuple[int, int]
     workspace: int
-    streamed: bool
+    fused_moe: bool
 
 
 def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | None = None) -> Plan:
@@ -103,9 +103,9 @@ def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | Non
         default = default_tactics(problem, device)
         tactics = default if wanted is None else resolved_pair(wanted, default)
         first = INSTANCES[tactics[0]]
-        dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
+        dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.split_k
         size = workspace_bytes(backend, problem, dequantizes or not device.mma_kinds)
-        plan = Plan(tactics, size, first.streamed)
+        plan = Plan(tactics, size, first.split_k)
         if wanted is None:
             backend.memo[key] = plan
     return plan

@@ -43,7 +43,7 @@ from .sm12x_validation import (
 )
 
 FEW_PAIRS = 32
-"""(token, slot) pairs whose experts a streamed layer can choose itself: kFewPairs."""
+"""(token, slot) pairs whose experts a fused MoE kernel can choose itself: kFewPairs."""
 
 CHOOSING_TOKENS = 1
 """Callers give the layer logits up to so many tokens and ids from ``router_top_k`` beyond: on an H100 a step of one
@@ -71,7 +71,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         with plain_torch(device):
             moe_cpu(problem, routed(call))
         return
-    tactics, needed, streamed = plan_of(backend, problem, wanted)
+    tactics, needed, fused_moe = plan_of(backend, problem, wanted)
     workspace = call.workspace_buffer
     if workspace is None:
         workspace = backend.empty(needed)
@@ -81,7 +81,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
     asks_tuner = wanted is None and backend.is_cuda and not tune.is_idle()
-    if asks_tuner or not streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
+    if asks_tuner or not fused_moe or problem.num_tokens * problem.top_k > FEW_PAIRS:
         call = routed(call)
     if asks_tuner:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():
@@ -94,7 +94,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         raise ValueError(
             f"profile_ids asks for {INSTANCES[tactics[0]].name}, which computes the layer in one launch that "
             "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
-            "share): pass tactics of a pair of GEMMs, or None"
+            "share): pass tactics of the two-kernel path, or None"
         )
     # Not chosen by the module itself: a pair takes experts, not logits, and may be a module of its own, which a stream
     # with all SMs would build for nothing.

@@ -19,7 +19,7 @@ from typing import Any
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from ..sm12x.device_class import CLASSES, GB10, DeviceClass
-from ..sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_PAIRS, Format, Instance
+from ..sm12x.instances import FUSED_MOE_PAIRS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance
 from .sm12x_validation import Mode, MoEProblem
 
 
@@ -75,7 +75,7 @@ def choose(
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` experts.
 
     ``layer``: hidden and intermediate size of an MoE layer; None chooses among the grouped GEMM's instances.
-    ``all_sms``: False chooses among pairs of GEMMs only, because blocks of a streamed layer wait for each other.
+    ``all_sms``: False chooses among two-kernel tactics only, because blocks of a fused MoE kernel wait for each other.
     """
     rows = expected_rows(num_rows, num_experts)
     busy = f"{rows:.1f} rows for an expert that is hit"
@@ -83,13 +83,13 @@ def choose(
     if layer is not None:
         rows_that_take_it = device.candidates(num_rows, *layer, weights)
         fitting = tuple(row for row in rows_that_take_it if row.activation == activation)
-    tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
+    tile = next((tile for limit, tile in device.fused_moe if rows <= limit), 0)
     for row in fitting if all_sms else ():
-        if row.streamed and row.token_tile == tile:
-            return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
+        if row.split_k and row.token_tile == tile:
+            return Choice(row, f"{busy}: the layer in one fused MoE kernel, token tile {tile}")
     pairs = device.exact_pairs if activation == "bf16" else device.pairs
     wanted = next(tile for limit, tile in (device.gemms if layer is None else pairs) if rows <= limit)
-    gemms = [row for row in fitting if not row.streamed]
+    gemms = [row for row in fitting if not row.split_k]
     tiles = sorted({row.token_tile for row in gemms})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
     # Among equal token tiles take the longest K tile: it reads whole 128-byte pieces of a weight row.
@@ -112,7 +112,7 @@ def plan_moe(
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
     Shares of work are cut to the number of SMs inside the kernels (``tile/scheduler.cuh``,
-    ``stream/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
+    ``split_k/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
     rows = num_tokens * top_k
     planned = plan_mode(Mode(mode), num_tokens, top_k, num_experts, device)
@@ -130,7 +130,7 @@ def plan_group_gemm(cum_m: int, num_groups: int, device: DeviceClass = GB10) -> 
 
 def computes_layer(tactic: int) -> bool:
     """Whether ``tactic`` computes FC1 and FC2 in one launch; it then stands in both places of a pair."""
-    return INSTANCES[tactic].streamed
+    return INSTANCES[tactic].split_k
 
 
 def go_together(fc1: int, fc2: int) -> bool:
@@ -181,7 +181,7 @@ def wanted_tactics(
     for row in named_rows:
         if row is not None and not row.takes(pairs, problem.hidden, problem.inter):
             raise ValueError(
-                f"profile_ids is {profile_ids}; {row.name} takes at most {STREAM_PAIRS} (token, slot) pairs, and "
+                f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_PAIRS} (token, slot) pairs, and "
                 "hidden and "
                 f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes "
                 f"{problem.hidden} "

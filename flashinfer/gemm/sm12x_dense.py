@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers with block-scaled weights on SM12x's own kernels and on the CPU: the operator and its contract.
 
-Few tokens are one stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), more are a GEMM
+Few tokens are one split-K GEMM (``include/flashinfer/sm12x/split_k/dense.cuh``), more are a GEMM
 (``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA where it takes the weights, else of bfloat16, which
 holds every value of these formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a
 time, and cuBLAS multiplies them.
@@ -250,7 +250,7 @@ def dense_block_scaled(
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     next_weights : torch.Tensor, optional
         A tensor that a later launch reads in any case, such as the next layer's weight: contiguous, of any shape and
-        dtype. If this layer is a stream of weights, it prefetches the tensor's beginning (up to a twelfth of L2) into
+        dtype. If this layer is a split-K kernel, it prefetches the tensor's beginning (up to a twelfth of L2) into
         L2 once all of its own weights are requested. Results do not change; otherwise, and on the CPU, it has no
         effect.
     constant_weights : bool
@@ -375,7 +375,7 @@ def run_served(call: DenseCall, token_format: int, top_k: RowTopK | None = None)
     """:func:`run` where it is known that this fork serves the device."""
     backend = kernels(call.x.device)
     row = instance_for(backend, call, token_format)
-    if call.out is None and not (call.top_k == 1 and row is not None and row.streamed):
+    if call.out is None and not (call.top_k == 1 and row is not None and row.split_k):
         call = call.with_output(call.new_output())
     if call.x.shape[0] and call.weight.shape[0]:
         launch(backend, row, call, token_format, top_k)

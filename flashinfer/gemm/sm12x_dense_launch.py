@@ -94,7 +94,8 @@ class RowTopK(NamedTuple):
 
 # Thresholds at which another kernel becomes faster: measured on an H200 for gpt-oss's layers, predicted for SM12x.
 SECOND_PASS_BYTES = 12 << 20
-"""Up to this size weights are streamed twice, for two tiles of tokens, in place of a GEMM: L2 still holds them."""
+"""Up to this size a split-K kernel reads weights twice, for two tiles of tokens, in place of a GEMM: L2 still holds
+them."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Relative time of a tile by its tokens, among many tiles, for each operand type: measured for bf16, predicted for the
 others."""
@@ -131,10 +132,10 @@ def choose_instance(
     """
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
-    streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]
-    if streams:
-        return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
-    gemms = [row for row in rows if not row.streamed and row.operand == operand]
+    split_k = [row for row in rows if row.split_k and passes * row.token_tile >= num_tokens]
+    if split_k:
+        return min(split_k, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
+    gemms = [row for row in rows if not row.split_k and row.operand == operand]
     gemms.sort(key=lambda row: row.token_tile)
     for row in gemms if tiles_per_sm == 1 else gemms[:1]:
         if -(-n // 128) * -(-num_tokens // row.token_tile) <= tiles_per_sm * sm_count:
@@ -169,7 +170,7 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
         exact = ("bf16", "mxfp4")
     elif token_format == MXFP4_SWIZZLED:
         exact = ("bf16", "mxfp8", "mxfp4")
-    built = {row.operand for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
+    built = {row.operand for row in DENSE_INSTANCES if row.weights == weights and not row.split_k}
     return tuple(operand for operand in exact if operand in built)
 
 
@@ -242,7 +243,7 @@ def launch(
             backend.call(module.sm12x_row_top_k_run, *largest, out, pdl, writes=writes)
         return
     workspace = None
-    if not row.streamed:
+    if not row.split_k:
         sizes = m, call.k, row.index, token_format
         workspace = backend.empty(workspace_size(backend, module, "sm12x_dense_gemm_workspace_size", *sizes))
         writes.append(workspace)

@@ -51,7 +51,7 @@ def rmsnorm_dense_block_scaled(
     """:func:`~flashinfer.gemm.dense_block_scaled` after an addition and an RMSNorm, such as a layer's QKV projection.
 
     ``s = x + residual``, rounded to bfloat16; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``alpha * h @ weight.T +
-    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens that take a stream of weights (``k`` up to 4,608) need
+    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens that take a split-K kernel (``k`` up to 4,608) need
     one launch, which rounds ``s * norm_weight`` and multiplies the sums by the factor ``1 / sqrt(mean(s^2) + eps)``.
     For more tokens, and on the CPU, torch computes the norm before the layer.
 
@@ -145,7 +145,7 @@ class NormedCall(NamedTuple):
 
 def norms(row: Instance) -> bool:
     """Whether an instance's launch computes the norm."""
-    return row.streamed and row.token_tile == MOST_TOKENS
+    return row.split_k and row.token_tile == MOST_TOKENS
 
 
 def most_tokens(weight_format: str, k: int) -> int:

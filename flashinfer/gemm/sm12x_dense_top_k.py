@@ -55,7 +55,7 @@ def dense_block_scaled_top_k(
     result equals a search of the rows of ``dense_block_scaled(...)``: the first of equal outputs counts, as in
     ``torch.argmax`` of a CPU tensor, and NaN is larger than any number. Results are the same on every run.
 
-    With ``top_k=1`` and few tokens (for which the layer is a stream of weights: 16, or 8 with a ``k`` above 3,072) the
+    With ``top_k=1`` and few tokens (for which the layer is a split-K kernel: 16, or 8 with a ``k`` above 3,072) the
     layer's launch compares the outputs and writes them only if ``logits`` is given. Otherwise they are written, to
     ``logits`` or to memory of the call's own, and two small launches read them again.
 

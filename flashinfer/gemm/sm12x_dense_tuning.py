@@ -27,8 +27,8 @@ MOST_TOKENS = 1024
 """Most tokens of a call that takes the tuned tactic; with more the planner chooses. An LM head's outputs of that many
 rows are 0.4 GB."""
 
-STREAMED_PASSES = 4
-"""Tiles of tokens, at most, for which a stream of weights is timed: it reads them once for each."""
+SPLIT_K_PASSES = 4
+"""Tiles of tokens, at most, for which a split-K kernel is timed: it reads them once for each."""
 
 _BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 
@@ -61,7 +61,7 @@ class SM12xDenseRunner(tune.Runner):
             for row in DENSE_INSTANCES
             if row.weights == self.weights
             and row.longest_k >= self.k
-            and (tokens <= STREAMED_PASSES * row.token_tile if row.streamed else row.operand == operand)
+            and (tokens <= SPLIT_K_PASSES * row.token_tile if row.split_k else row.operand == operand)
         ]
         return [*names, DEQUANTIZED] if operand == "bf16" else names
 

@@ -35,8 +35,8 @@ class DeviceClass:
         Rows of the instance table among which planner and autotuner choose.
     tactics : tuple
         Rows that a layer may be forced to.
-    streamed : tuple
-        Limits and token tiles of the streamed layer; past the last limit it is not used.
+    fused_moe : tuple
+        Limits and token tiles of the fused MoE kernel; past the last limit it is not used.
     pairs : tuple
         The same for pairs of GEMM kernels in W4A8.
     exact_pairs : tuple
@@ -65,7 +65,7 @@ class DeviceClass:
     mma_kinds: tuple[str, ...]
     table: tuple[Instance, ...]
     tactics: tuple[Instance, ...]
-    streamed: Limits
+    fused_moe: Limits
     pairs: Limits
     exact_pairs: Limits
     gemms: Limits
@@ -84,19 +84,19 @@ class DeviceClass:
     def candidates(self, num_rows: int, hidden: int, inter: int, weights: str = "mxfp4") -> tuple[Instance, ...]:
         """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
 
-        These are the table's rows that take the layer; among streams of one token tile only the one with the smallest K
-        tile.
+        These are the table's rows that take the layer; among split-K kernels of one token tile only the one with the
+        smallest K tile.
         """
         rows = [row for row in self.table if row.weights == weights and row.takes(num_rows, hidden, inter)]
-        streams = sorted((row for row in rows if row.streamed), key=lambda row: -row.k_tile)
-        least = {(row.multiplies, row.token_tile): row for row in streams}
-        return tuple(row for row in rows if not row.streamed or row in least.values())
+        split_k = sorted((row for row in rows if row.split_k), key=lambda row: -row.k_tile)
+        least = {(row.multiplies, row.token_tile): row for row in split_k}
+        return tuple(row for row in rows if not row.split_k or row in least.values())
 
 
-# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
-# streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits lie where the cheapest
-# tile changes if an expert's rows are Poisson distributed: a mean of 64 rows takes 1.5 tiles of 64, and two of 40 cost
-# less.
+# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to the fused MoE kernel's of 8
+# (docs/log.md): fused 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits lie where
+# the cheapest tile changes if an expert's rows are Poisson distributed: a mean of 64 rows takes 1.5 tiles of 64, and
+# two of 40 cost less.
 _HOPPER_PAIRS = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
 # A card reads 1.6 to 2.3 times as many bytes per SM and clock as a GB10, so MMAs of padded rows become its bottleneck:
@@ -112,8 +112,8 @@ GB10 = DeviceClass(
     mma_kinds=("mxf8f6f4", "mxf4"),
     table=SM12X,
     tactics=SM12X,
-    # Too narrow a tile reads weights twice, and a GB10 is bound by memory: its limit of the streamed layer is lower.
-    streamed=((4.5, 8),),
+    # Too narrow a tile reads weights twice, and a GB10 is bound by memory: its limit of the fused MoE kernel is lower.
+    fused_moe=((4.5, 8),),
     pairs=_SM12X_PAIRS,
     # Left out: W4A16's tiles of 16 and 24, which have two blocks on an SM. Their weights and tokens compete for L2, and
     # they read up to 5 % more bytes.
@@ -143,7 +143,7 @@ HOPPER = DeviceClass(
     mma_kinds=(),
     table=HOPPER_TABLE,
     tactics=INSTANCES,
-    streamed=((5.9, 8), (14.5, 16)),
+    fused_moe=((5.9, 8), (14.5, 16)),
     pairs=_HOPPER_PAIRS,
     exact_pairs=_HOPPER_PAIRS,
     gemms=((8.5, 8), (_END, 16)),

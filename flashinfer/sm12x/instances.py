@@ -6,7 +6,7 @@ docs print them.  A row fixes every compile-time choice.  The autotuner's cache 
 take an int (``profile_ids``) take its number.  Neither ever changes.  The compiled modules know a row by its index in
 its table, which may differ between versions.
 
-The layout of shared memory is C++'s (``tile/storage.cuh``, ``stream/params.h``).  A row's
+The layout of shared memory is C++'s (``tile/storage.cuh``, ``split_k/params.h``).  A row's
 ``stages`` and ``shared_bytes`` repeat its result; the rendered sources assert at compile time that they agree.
 """
 
@@ -20,7 +20,7 @@ ROW_TILE = 128
 MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
 IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
 
-STREAM_PAIRS = 1536  # (token, slot) pairs that a streamed layer takes
+FUSED_MOE_PAIRS = 1536  # (token, slot) pairs that a fused MoE kernel takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
 """Formats of tokens: those that activations may be rounded to and MMAs multiply."""
@@ -59,8 +59,8 @@ MOE_WEIGHTS = ("mxfp4", "nvfp4")
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """One compiled member of the family: a tiled pair of GEMM kernels, a dense layer's tiled GEMM, or a stream of
-    weights.
+    """One compiled member of the family: the tiled FC1 and FC2 kernels, a dense layer's tiled GEMM, or a split-K
+    kernel.
 
     Attributes
     ----------
@@ -73,17 +73,17 @@ class Instance:
     token_tile : int
         Tokens of one tile: the N side of the MMA.
     k_tile : int
-        K elements of one pipeline stage; in a stream of weights, those that one MMA warp takes.
+        K elements of one pipeline stage; in a split-K kernel, those that one MMA warp takes.
     stages : int
-        Depth of the ring of stages in shared memory. A streamed MoE layer's ring takes all that the device grants; the
-        number is then a gpt-oss layer's on a GB10. A dense stream has 0 here.
+        Depth of the ring of stages in shared memory. A fused MoE kernel's ring takes all that the device grants; the
+        number is then a gpt-oss layer's on a GB10. A split-K dense kernel has 0 here.
     blocks_per_sm : int
         Blocks that must fit one SM of a GB10 together; ``__launch_bounds__``' second argument is this or more.
     shared_bytes : int
-        Dynamic shared memory of a MoE layer's block on SM12x: FC1's with 128 local experts; a stream's with the ring
-        above.
+        Dynamic shared memory of a MoE layer's block on SM12x: FC1's with 128 local experts; a split-K kernel's with the
+        ring above.
     mma_warps : int
-        Warps that share K in a stream of weights, which has one block per SM; a streamed MoE layer computes FC1 and FC2
+        Warps that share K in a split-K kernel, which has one block per SM; a fused MoE kernel computes FC1 and FC2
         in one launch. 0: tiled GEMMs.
     weights : str
         ``"mxfp4"`` or ``"nvfp4"`` for a MoE layer; for a dense layer one of
@@ -117,9 +117,9 @@ class Instance:
         """
         if self.layer == "dense":
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
-            return f"dense_{self.weights}_m{self.token_tile}_{f'w{self.k_tile // 128}' if self.streamed else gemm}"
+            return f"dense_{self.weights}_m{self.token_tile}_{f'w{self.k_tile // 128}' if self.split_k else gemm}"
         weights = "" if self.weights == "mxfp4" else f"{self.weights}_"
-        if self.streamed:
+        if self.split_k:
             longer = "" if self.k_tile == 256 else f"_w{self.k_tile // 128}"
             return f"{weights}stream_{self.multiplies}_m{self.token_tile}{longer}"
         return f"{weights}{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
@@ -127,14 +127,14 @@ class Instance:
     @property
     def number(self) -> int:
         """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`multiplies` (4, 5 or 6 if
-        streamed); token tile; K tile.
+        fused); token tile; K tile.
 
         ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the
         table.
         """
         if self.layer == "dense":
             return self.index
-        kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.streamed else 1)
+        kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.split_k else 1)
         return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
 
     @functools.cached_property
@@ -147,19 +147,19 @@ class Instance:
         return f"Element::{FORMATS[getattr(self, matrix)].element}"
 
     @functools.cached_property
-    def streamed(self) -> bool:
-        """Whether the row is a stream of weights (``include/flashinfer/sm12x/stream``) and not tiled GEMMs
+    def split_k(self) -> bool:
+        """Whether the row is a split-K kernel (``include/flashinfer/sm12x/split_k``) and not tiled GEMMs
         (``tile``)."""
         return self.mma_warps > 0
 
     @property
     def longest_k(self) -> int:
         """The longest K that the row takes."""
-        return self.mma_warps * self.k_tile if self.streamed else 2**30
+        return self.mma_warps * self.k_tile if self.split_k else 2**30
 
     def takes(self, num_rows: int, hidden: int, inter: int) -> bool:
         """Whether the row computes a MoE layer of these sizes; ``num_rows`` is tokens x top_k."""
-        return not self.streamed or (num_rows <= STREAM_PAIRS and max(hidden, inter) <= self.longest_k)
+        return not self.split_k or (num_rows <= FUSED_MOE_PAIRS and max(hidden, inter) <= self.longest_k)
 
 
 _BF16 = (
@@ -174,13 +174,13 @@ _MXFP8_M8 = (
     Instance("mxfp8", "mxfp8", 8, 128, 4, 2, 47576),
     Instance("mxfp8", "mxfp8", 8, 256, 2, 2, 47032),
 )
-_STREAM_M8 = (
+_FUSED_M8 = (
     Instance("mxfp8", "bf16", 8, 256, 3, 1, 94720, mma_warps=12),
     Instance("bf16", "bf16", 8, 256, 3, 1, 94720, mma_warps=12),
 )
 
 # For a K of 3,104 to 4,608, at which a GB10 holds two stages. Stages and bytes here are a gpt-oss layer's, as above.
-_STREAM_M8_W3 = (
+_FUSED_M8_W3 = (
     Instance("mxfp8", "bf16", 8, 384, 3, 1, 94720, mma_warps=12),
     Instance("bf16", "bf16", 8, 384, 3, 1, 94720, mma_warps=12),
 )
@@ -198,7 +198,7 @@ PAIRS: tuple[Instance, ...] = (
 )
 
 # The rows of ``fused_moe_120``.
-MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
+MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_FUSED_M8)
 
 NVFP4_PAIRS: tuple[Instance, ...] = (
     Instance("bf16", "bf16", 8, 128, 3, 2, 43848, weights="nvfp4"),
@@ -207,11 +207,11 @@ NVFP4_PAIRS: tuple[Instance, ...] = (
     Instance("bf16", "bf16", 64, 128, 3, 1, 95816, weights="nvfp4"),
 )
 
-# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and only one if K
-# exceeds 3,968, so a row with a K tile of 384 would have no use.
-NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76416, mma_warps=12, weights="nvfp4")
+# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a gpt-oss layer's fused MoE kernel, and only
+# one if K exceeds 3,968, so a row with a K tile of 384 would have no use.
+NVFP4_FUSED = Instance("bf16", "bf16", 8, 256, 2, 1, 76416, mma_warps=12, weights="nvfp4")
 
-NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_STREAM)
+NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_FUSED)
 """The rows of ``fused_moe_120_nvfp4``."""
 
 MOE_MODULES: dict[str, tuple[Instance, ...]] = {"mxfp4": MAIN_MODULE, "nvfp4": NVFP4}
@@ -223,7 +223,7 @@ def is_alone(row: Instance) -> bool:
     return row not in MOE_MODULES[row.weights]
 
 
-SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3, *NVFP4)
+SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_FUSED_M8_W3, *NVFP4)
 
 # Hopper's MMA takes no block scales.
 HOPPER: tuple[Instance, ...] = (
@@ -234,8 +234,8 @@ HOPPER: tuple[Instance, ...] = (
     Instance("mxfp8", "bf16", 40, 128, 3, 1, 68936),
     Instance("mxfp8", "bf16", 64, 128, 3, 1, 91208),
     *_BF16,
-    *_STREAM_M8,
-    *_STREAM_M8_W3,
+    *_FUSED_M8,
+    *_FUSED_M8_W3,
     Instance("mxfp8", "bf16", 16, 256, 3, 1, 96256, mma_warps=12),
     Instance("bf16", "bf16", 16, 256, 3, 1, 96256, mma_warps=12),
     *NVFP4,
@@ -252,13 +252,13 @@ def _dense(weights: str, token_tile: int, k_tile: int = 128, operand: Format = "
     return Instance(operand, operand, token_tile, k_tile, weights=weights, layer="dense", **more)
 
 
-def _dense_streams(weights: str) -> tuple[Instance, ...]:
+def _split_k_dense(weights: str) -> tuple[Instance, ...]:
     return tuple(_dense(weights, tile, k_tile, mma_warps=12) for tile, k_tile in ((8, 256), (8, 384), (16, 256)))
 
 
 MX_DENSE_INSTANCES: tuple[Instance, ...] = (
-    *_dense_streams("mxfp4"),
-    *_dense_streams("mxfp8"),
+    *_split_k_dense("mxfp4"),
+    *_split_k_dense("mxfp8"),
     _dense("mxfp4", 32, stages=3),
     _dense("mxfp4", 64, stages=3),
     _dense("mxfp8", 32, stages=3),
@@ -274,15 +274,15 @@ MX_DENSE_INSTANCES: tuple[Instance, ...] = (
 
 DENSE_INSTANCES: tuple[Instance, ...] = (
     *MX_DENSE_INSTANCES,
-    *_dense_streams("mxint8"),
+    *_split_k_dense("mxint8"),
     _dense("mxint8", 32, stages=3),
     _dense("mxint8", 48, stages=3),
-    *_dense_streams("mxfp6"),
+    *_split_k_dense("mxfp6"),
     _dense("mxfp6", 32, stages=3),
     _dense("mxfp6", 48, stages=3),
     _dense("mxfp6", 64, operand="mxfp8", stages=3),
     _dense("mxfp6", 128, operand="mxfp8", stages=2),
-    *_dense_streams("nvfp4"),
+    *_split_k_dense("nvfp4"),
     _dense("nvfp4", 32, stages=3),
     _dense("nvfp4", 64, stages=3),
 )

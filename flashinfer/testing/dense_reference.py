@@ -231,7 +231,7 @@ def normed_dense_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm_dense_block_scaled`` in float64 and its bound, of rows that add up to ``total``.
 
-    ``factor_last``: what is rounded to bfloat16 is the sum times the norm's weight, as in a stream of weights, which
+    ``factor_last``: what is rounded to bfloat16 is the sum times the norm's weight, as in a split-K kernel, which
     multiplies with a row's factor afterwards; else the factor is in it, and both neighbours of the rounded number are
     allowed where float32 cannot tell them apart.
     """

@@ -145,7 +145,7 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moe, "reread_bytes", lambda *_: 0.0)
-    tactic = next(row.index for row in INSTANCES if row.multiplies == "bf16" and not row.streamed)
+    tactic = next(row.index for row in INSTANCES if row.multiplies == "bf16" and not row.split_k)
     busy = Fit(8, False, Counts(mma_flops=1e12), Counts(), Counts(), 4.0, 48)
     line = moe.predict(MOE, 2, 1, (tactic, tactic), [busy, busy])
     assert line.bound == "mma"
@@ -169,7 +169,7 @@ def test_weights_are_read_once_an_expert_or_when_streamed_once_a_tile() -> None:
     one, two = GIVEN.at(Work(1, 1, 1, 8)), GIVEN.at(Work(1, 1, 2, 8))
     assert two.bytes == one.bytes
     assert two.instructions == one.instructions + PER_TILE.instructions
-    tactic = next(row.index for row in INSTANCES if row.streamed and row.token_tile == 8)
+    tactic = next(row.index for row in INSTANCES if row.split_k and row.token_tile == 8)
     fit = dataclasses.replace(GIVEN, tile=8)
     work = moe.mean_work(MOE, 512, 8)
     assert work.tiles > 2 * work.experts
@@ -220,7 +220,7 @@ def given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         _device: Any, row: Instance, case: tuple[int, int, int], _activation: str, _normed: bool = False
     ) -> list[Launch]:
         tokens, n, k = case
-        if row.streamed:
+        if row.split_k:
             return [Launch(true_counts(*case), 1.25, 48, 48)]
         parts = dense.bytes_of_parts(row, case, dense.grid_of(row, tokens, n, 48))
         counts = (Counts(bytes=6.0 * tokens * k), true_counts(*case) + Counts(bytes=parts))
@@ -241,7 +241,7 @@ def test_counts_at_full_size(name: str, tokens: int, blocks: int) -> None:
     *front, last = dense.launches_of(row, QKV, tokens, runs)
     assert last.blocks == blocks
     expected = true_counts(tokens, *QKV)
-    if not row.streamed:
+    if not row.split_k:
         assert front[0].counts.values() == pytest.approx((0, 0, 0, 6.0 * tokens * 2880))
         expected += Counts(bytes=dense.bytes_of_parts(row, (tokens, *QKV), blocks))
         expected += Counts(bytes=dense.reread_bytes(row, QKV, tokens, blocks))
@@ -279,7 +279,7 @@ def test_runs_that_are_kept_are_read_and_price_every_instance(tmp_path: Path) ->
         if row.weights == "mxint8":
             few = {(run.tokens, run.n) for run in runs if (run.instance, run.k) == (row.name, 2880)}
             assert few.issuperset(dense.runs_for(row, 8))
-            assert row.streamed or few.issuperset(dense.runs_for(row, 1000))
+            assert row.split_k or few.issuperset(dense.runs_for(row, 1000))
 
 
 def test_parts_of_units_that_are_cut() -> None:

@@ -42,7 +42,7 @@ def modelled(row: Instance, activation: str, layer: tuple[int, int], tokens: int
     rates, place = RATES[end]
     runs = {run: KEPT[dense.KeptRun(row.name, activation, layer[1], *run)] for run in dense.runs_for(row, tokens)}
     launches = dense.launches_of(row, layer, tokens, runs)
-    second = 0.0 if row.streamed else gb10.SECOND_LAUNCH_US
+    second = 0.0 if row.split_k else gb10.SECOND_LAUNCH_US
     return (
         sum(max(each.busy(row.operand, rates).values()) for each in launches) + gb10.FIXED_US["dense"][place] + second
     )
@@ -55,7 +55,7 @@ def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Insta
     return [
         row
         for row in rows
-        if (tokens <= dense.MOST_PASSES * row.token_tile if row.streamed else row.operand == activation)
+        if (tokens <= dense.MOST_PASSES * row.token_tile if row.split_k else row.operand == activation)
     ]
 
 

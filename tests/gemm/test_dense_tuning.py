@@ -87,7 +87,7 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
         assert took(stand, 8, weights, form) == best
     names = {name for name, _ in stand.timed}
     assert all(name == DEQUANTIZED or name.startswith(f"dense_{weights}_") for name in names)
-    gemms = {row.name for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
+    gemms = {row.name for row in DENSE_INSTANCES if row.weights == weights and not row.split_k}
     # SM12x: bf16 tokens by bf16 MMAs or cuBLAS, others by block-scaled ones, MXFP4's being those of two MXFP4 operands.
     ending = "_gemm" if form == "bf16" else "_mxfp4" if form == weights == "mxfp4" else "_mxfp8"
     ways = {name for name in gemms if name.endswith(ending)}

@@ -68,12 +68,12 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None 
 def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or
     tiles."""
-    k = row.longest_k - 96 if row.streamed else 800
-    n = 16 * SMS + 56 if row.streamed else 200
+    k = row.longest_k - 96 if row.split_k else 800
+    n = 16 * SMS + 56 if row.split_k else 200
     check(device, DenseCase(row.token_tile + 3, n, k, row.weights, tokens_for(row), bias=torch.bfloat16), 1, row.name)
     launch = device.launches[-1]
-    assert ("dense_layer_kernel" if row.streamed else "grouped_gemm_kernel") in launch.kernel
-    if row.streamed:
+    assert ("dense_layer_kernel" if row.split_k else "grouped_gemm_kernel") in launch.kernel
+    if row.split_k:
         assert launch.grid[0] == SMS
 
 
@@ -403,7 +403,7 @@ def run_both(
     """Launch two layers ``(out, x, weight, weight_scale)`` one after the other, as programmatic dependents."""
     loaded = [device.module(gen_dense_module, row.weights) for row in rows]
     # The sizes are those of the largest of these layers.
-    spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 160, row)) for row in rows]
+    spaces = [None if row.split_k else device.empty(workspace_size(device, 16, 160, row)) for row in rows]
 
     def launch(*_tensors: torch.Tensor) -> None:
         for row, module, (out, x, weight, scale), space in zip(rows, loaded, calls, spaces, strict=True):

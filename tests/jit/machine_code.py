@@ -95,7 +95,7 @@ class Unit(NamedTuple):
     row: Instance | None
 
     def __str__(self) -> str:
-        kind = "other" if self.row is None else "streamed" if self.row.streamed else "tiles"
+        kind = "other" if self.row is None else "streamed" if self.row.split_k else "tiles"
         return f"{self.module}-{self.stem}-{kind}"
 
     @property

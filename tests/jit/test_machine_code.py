@@ -55,11 +55,11 @@ def embedding_ptx(generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.Monk
 
 
 class Compiled:
-    """A streamed layer, and the narrowest pair of GEMMs with MXFP8 activations, compiled as their module is."""
+    """A fused MoE kernel, and the narrowest two-kernel path with MXFP8 activations, compiled as their module is."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch = folder, monkeypatch
-        self.rows = [next(row for row in INSTANCES if row.streamed == streamed) for streamed in (True, False)]
+        self.rows = [next(row for row in INSTANCES if row.split_k == streamed) for streamed in (True, False)]
 
     @property
     def names(self) -> set[str]:
@@ -105,7 +105,7 @@ def test_arrivals_have_fences_wherever_a_gb10_may_run_them(minor: str, runs_on_g
     assert set(code) == compiled.names
     for name, sass in code.items():
         found, fenced = machine_code.arrivals(sass)
-        assert found >= 6, (name, found)  # of both kernels of a pair, or of the streamed layer
+        assert found >= 6, (name, found)  # of both kernels of a pair, or of the fused MoE kernel
         assert fenced == (found if runs_on_gb10 else 0), (name, found, fenced)
         if runs_on_gb10:
             counters, with_fence = machine_code.grid_counters(sass)

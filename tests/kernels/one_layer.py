@@ -29,7 +29,7 @@ from flashinfer_sm12x.build import toolchain
 
 SEED = 31
 CASE = MoECase(num_tokens=3, hidden=256, inter=128, num_experts=4, top_k=2, mode=1)
-PAIR = (5, 5)  # FC1 and FC2 by the block-scaled MMA, rather than the streamed layer, which multiplies in bf16
+PAIR = (5, 5)  # FC1 and FC2 by the block-scaled MMA, rather than the fused MoE kernel, which multiplies in bf16
 NONE, INT, BOOL, TENSOR = 0, 1, 2, 7  # TVMFFITypeIndex
 TYPES = {
     torch.uint8: (1, 8),

@@ -40,12 +40,12 @@ from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
+    FUSED_MOE_PAIRS,
     GEMM_INSTANCES,
     IN_KERNEL_PAIRS,
     INSTANCES,
     MAX_EXPERTS,
     SM12X,
-    STREAM_PAIRS,
 )
 from flashinfer.sm12x.models import MOE_LAYERS, NVFP4_LAYERS
 from flashinfer.testing import (
@@ -110,7 +110,7 @@ def instance_cases(extra: bool) -> list[Work]:
                 sizes = num_tokens, 416, 352, 8, 3, mode
                 case = MoECase(*sizes, data=data, relu2=relu2, output_dtype=torch.float16, weights=weights)  # type: ignore[arg-type]
                 pairs = tactics_of(case, extra)
-                forced = [pair[0] for pair in pairs if pair and not ROWS[pair[0]].streamed]
+                forced = [pair[0] for pair in pairs if pair and not ROWS[pair[0]].split_k]
                 for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
                     alike = [number for number in forced if ROWS[number].multiplies == kept]
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
@@ -120,14 +120,14 @@ def instance_cases(extra: bool) -> list[Work]:
 
 
 def most_pairs_cases(extra: bool) -> list[Work]:
-    """The most experts and pairs that a streamed layer sorts, every stream forced."""
+    """The most experts and pairs that a fused MoE kernel sorts, every stream forced."""
     work: list[Work] = []
     top_k = 24
     for relu2 in (False, True):
         for mode, weights in KINDS:
-            sizes = STREAM_PAIRS // top_k, 416, 352, MAX_EXPERTS, top_k, mode
+            sizes = FUSED_MOE_PAIRS // top_k, 416, 352, MAX_EXPERTS, top_k, mode
             case = MoECase(*sizes, relu2=relu2, weights=weights)  # type: ignore[arg-type]
-            streams = [pair for pair in tactics_of(case, extra) if pair is None or ROWS[pair[0]].streamed]
+            streams = [pair for pair in tactics_of(case, extra) if pair is None or ROWS[pair[0]].split_k]
             work.append(("most_pairs", case, streams))
     return work
 
@@ -137,12 +137,12 @@ def routing_cases(quick: bool, extra: bool) -> list[Work]:
     and at the most of a stream; every instance forced."""
     work: list[Work] = []
     sizes = ((FEW_PAIRS, 6), (FEW_PAIRS + 1, 40), (IN_KERNEL_PAIRS, 40), (IN_KERNEL_PAIRS + 1, 40))
-    for pairs, experts in (*sizes, (STREAM_PAIRS, 96), (STREAM_PAIRS, MAX_EXPERTS), (2200, 5)):
+    for pairs, experts in (*sizes, (FUSED_MOE_PAIRS, 96), (FUSED_MOE_PAIRS, MAX_EXPERTS), (2200, 5)):
         for tile in (16, 64) if quick else (8, 16, 24, 32, 40, 64, 128):
             for number, rows in enumerate(uneven_rows(pairs, experts, tile).values()):
                 top_k = 2 if pairs % 2 == 0 and max(rows) <= pairs // 2 else 1
                 one = KINDS[(number + tile // 8) % len(KINDS)]
-                for mode, weights in [one] if quick or pairs == STREAM_PAIRS else KINDS:
+                for mode, weights in [one] if quick or pairs == FUSED_MOE_PAIRS else KINDS:
                     case = MoECase(
                         pairs // top_k,
                         416,
@@ -381,7 +381,7 @@ def ahead_cases(options: argparse.Namespace) -> int:
             case = case_of(layer, 4 if mode else 1, mode, weights=weights, num_experts=4 * layer.top_k)
             inputs = make_moe_inputs(case, options.seed, device)
             for pair in tactics_of(case, options.extra_instances):
-                if pair and not ROWS[pair[0]].streamed:
+                if pair and not ROWS[pair[0]].split_k:
                     continue
                 call = functools.partial(moe_step, **inputs.arguments(), profile_ids=pair)
                 plain = call()
@@ -393,7 +393,7 @@ def ahead_cases(options: argparse.Namespace) -> int:
                         assert same_bits(plain, result), f"{name}, {case}, profile_ids {pair}: other bits"
                         runs += 1
     for k in sorted({layer.hidden for layer in layers.values()}):
-        for row in (row for row in DENSE_INSTANCES if row.streamed and row.longest_k >= k):
+        for row in (row for row in DENSE_INSTANCES if row.split_k and row.longest_k >= k):
             dense = make_dense_inputs(DenseCase(row.token_tile, 5120, k, row.weights), options.seed)
             tensors = [tensor.to(device) for tensor in dense.arguments]
             named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in dense.named.items()}

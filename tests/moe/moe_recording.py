@@ -34,7 +34,7 @@ class RecordingModule:
 
     def sm12x_moe_run(self, *arguments: Any) -> bool:
         launch = named("sm12x_moe_run", arguments)
-        if self.few_sms and INSTANCES[launch["tactic_fc1"]].streamed:
+        if self.few_sms and INSTANCES[launch["tactic_fc1"]].split_k:
             return False
         self.launches.append(launch)
         return True

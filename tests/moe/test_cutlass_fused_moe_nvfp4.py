@@ -21,7 +21,7 @@ from moe_recording import RecordingModule
 from flashinfer.fused_moe import core, cutlass_fused_moe, moe_step
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.sm12x.device_class import CLASSES, DeviceClass
-from flashinfer.sm12x.instances import INSTANCES, NVFP4, STREAM_PAIRS
+from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, INSTANCES, NVFP4
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
@@ -155,7 +155,7 @@ def test_a_launch_gets_nvfp4s_tactics_and_tensors_as_they_are(module: RecordingM
         assert (launch["tactic_fc1"], launch["tactic_fc2"]) == (row.index, row.index)
     module.few_sms = True
     launch = _launch(module, inputs)
-    assert not INSTANCES[launch["tactic_fc1"]].streamed and INSTANCES[launch["tactic_fc1"]].weights == "nvfp4"
+    assert not INSTANCES[launch["tactic_fc1"]].split_k and INSTANCES[launch["tactic_fc1"]].weights == "nvfp4"
     assert module.registered == [] and module.backend.built == []
 
 
@@ -168,14 +168,14 @@ def test_the_planner_has_a_tactic_for_every_batch_of_every_layer(known: DeviceCl
                 fc1, fc2 = (INSTANCES[place] for place in planned)
                 assert fc1 is fc2 and fc1 in NVFP4
                 assert fc1.takes(tokens * layer.top_k, *layer[:2])
-                assert all_sms or not fc1.streamed
+                assert all_sms or not fc1.split_k
 
 
 def test_a_stream_takes_what_the_launcher_takes() -> None:
     """2 stages fit up to its K, and 1,536 pairs."""
-    (stream,) = [row for row in NVFP4 if row.streamed]
+    (stream,) = [row for row in NVFP4 if row.split_k]
     assert stream.longest_k == 3072
-    assert stream.takes(STREAM_PAIRS, 3072, 3072) and not stream.takes(STREAM_PAIRS + 1, 32, 32)
+    assert stream.takes(FUSED_MOE_PAIRS, 3072, 3072) and not stream.takes(FUSED_MOE_PAIRS + 1, 32, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bfloat16 input", "packed input"])

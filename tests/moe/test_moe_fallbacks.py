@@ -25,11 +25,12 @@ from flashinfer.sm12x.instances import INSTANCES, tactic
 
 HIDDEN, INTER, EXPERTS, TOP_K = 64, 32, 8, 3
 TOKENS = (10, 11, 40)
-"""30 pairs, whose experts a streamed layer chooses itself; 33, which it does not; what a pair of GEMMs computes."""
+"""30 pairs, whose experts a fused MoE kernel chooses itself; 33, which it does not; what the two-kernel path
+computes."""
 
 STREAM, FIRST, SECOND = "stream", "first", "second"
 
-# A GB10's pairs of GEMMs, by an expert's rows.
+# A GB10's two-kernel tactics, by an expert's rows.
 W4A8 = ((6, "mxfp8_m8_k256"), (14, "mxfp8_m16_k256"), (28, "mxfp8_m32_k256"), (64, "mxfp8_m64_k128"))
 W4A16 = ((6, "bf16_m8_k128"), (28, "bf16_m32_k128"), (36, "bf16_m40_k128"), (64, "bf16_m64_k128"))
 NVFP4 = ((6, "nvfp4_bf16_m8_k128"), (28, "nvfp4_bf16_m32_k128"), (64, "nvfp4_bf16_m64_k128"))
@@ -327,7 +328,7 @@ def test_what_the_tuner_times_has_ids_whatever_the_calls_form(
             assert mode == expected(kind, form, WAYS["planned"]).mode
             for name in [-1, *runner.get_valid_tactics(inputs, None)]:
                 module.launches.clear()
-                if few_sms and name != -1 and INSTANCES[[row.name for row in INSTANCES].index(name)].streamed:
+                if few_sms and name != -1 and INSTANCES[[row.name for row in INSTANCES].index(name)].split_k:
                     with pytest.raises(RuntimeError, match=f"tactic {name} needs all SMs"):
                         runner.forward(inputs, name)
                     assert module.launches == []
@@ -345,7 +346,7 @@ def test_what_the_tuner_times_has_ids_whatever_the_calls_form(
                 if name != -1:
                     assert INSTANCES[launch[f"tactic_fc{gemm}"]].name == name
                 elif few_sms:
-                    assert not INSTANCES[launch["tactic_fc1"]].streamed
+                    assert not INSTANCES[launch["tactic_fc1"]].split_k
 
 
 WORKSPACES = {"exact": (0, 0, None), "larger": (0, 16, None), "smaller": (0, -1, "workspace_buffer holds 4095 bytes")}
@@ -437,7 +438,7 @@ def test_pairs_of_a_streamed_layer_that_chooses_its_experts(module: RecordingMod
         del given["token_selected_experts"], given["token_final_scales"]
         moe_step(**given, router_logits=torch.zeros(tokens, 128), top_k=top_k)
         launch = module.launches[-1]
-        assert INSTANCES[launch["tactic_fc1"]].streamed
+        assert INSTANCES[launch["tactic_fc1"]].split_k
         kept = launch["router_logits"] is not None
         assert kept == (tokens * top_k <= 32), (tokens, top_k)
         assert kept == (launch["token_selected_experts"] is None)

@@ -13,10 +13,10 @@ from perfmodel import gb10, moe, step
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceClass
-from flashinfer.sm12x.instances import INSTANCES, STREAM_PAIRS, Format, Instance
+from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
-# Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
+# Time of a token tile of one expert on an H200, relative to a fused MoE tile of 8 (docs/log.md, "Grid of tactics").
 STREAMED, PAIR = True, False
 COST = {
     (STREAMED, 8): 1.0,
@@ -27,7 +27,7 @@ COST = {
     (PAIR, 40): 1.95,
     (PAIR, 64): 2.63,
 }
-NARROW = 1.07 / 1.26  # of a streamed tile of 16, where it holds eight tokens or fewer
+NARROW = 1.07 / 1.26  # of a fused MoE tile of 16, where it holds eight tokens or fewer
 
 
 def expected_cost(kind: tuple[bool, int], mean: float) -> float:
@@ -49,8 +49,10 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
     for tokens in [*range(1, 256), *range(256, 8192, 16)]:
         rows = tokens * top_k
         chosen = sm12x_planner.choose(activation, rows, experts, HOPPER, (2880, 2880)).instance
-        costs = {kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= STREAM_PAIRS}
-        assert costs[chosen.streamed, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
+        costs = {
+            kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= FUSED_MOE_PAIRS
+        }
+        assert costs[chosen.split_k, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
 
 
 @pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
@@ -64,8 +66,8 @@ def test_a_long_k_takes_wider_warps_and_a_longer_one_pairs_of_gemms(
     """Twelve warps of 256 elements share a K of 3,072, of 384 one of 4,608."""
     row = sm12x_planner.choose(activation, 4, 32, known, (hidden, inter)).instance
     longest = max(hidden, inter)
-    assert row.streamed == (longest <= 4608)
-    assert not row.streamed or row.k_tile == (256 if longest <= 3072 else 384)
+    assert row.split_k == (longest <= 4608)
+    assert not row.split_k or row.k_tile == (256 if longest <= 3072 else 384)
 
 
 @pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
@@ -73,7 +75,7 @@ def test_of_streams_that_take_a_layer_only_the_shortest_is_tried(known: DeviceCl
     """Else a gpt-oss layer's tuning would build the others."""
     for longest, widths in ((2880, {256}), (4096, {384}), (5120, set())):
         rows = known.candidates(4, 2880, longest)
-        assert {row.k_tile for row in rows if row.streamed} == widths
+        assert {row.k_tile for row in rows if row.split_k} == widths
 
 
 GRID = (1, 4, 16, 48, 64, 192, 512, 768, 1024)
@@ -93,7 +95,7 @@ def modelled(layer: MoELayer, tokens: int, row: Instance, gpu: tuple[int, float,
     assert fits, f"{row.name} was not emulated"
     busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
     times = [max(us * (1 if name == "dram" else others) for name, us in each.items()) for each in busy]
-    return sum(times) + sum(gb10.FIXED_US["MoE"]) / 2 + (0 if row.streamed else gb10.SECOND_GEMM_US)
+    return sum(times) + sum(gb10.FIXED_US["MoE"]) / 2 + (0 if row.split_k else gb10.SECOND_GEMM_US)
 
 
 def planned(layer: MoELayer, tokens: int, mode: Mode, unified: bool) -> Instance:
@@ -144,6 +146,6 @@ def test_a_gb10s_choices_are_those_of_before_cards_had_their_own() -> None:
             INSTANCES[sm12x_planner.plan_moe(tokens, 4, experts, 2880, 2880, 0, known)[0]] for known in (GB10, CARD)
         )
         wanted = next(tile for limit, tile in limits if rows <= limit)
-        assert gb10s.streamed == (rows <= 4.5)
-        assert gb10s.token_tile == (8 if gb10s.streamed else wanted)
+        assert gb10s.split_k == (rows <= 4.5)
+        assert gb10s.token_tile == (8 if gb10s.split_k else wanted)
         assert card == gb10s if rows <= 64 or rows > 256 else card.token_tile == 64

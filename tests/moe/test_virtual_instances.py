@@ -25,6 +25,7 @@ from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
+    FUSED_MOE_PAIRS,
     GEMM_INSTANCES,
     IN_KERNEL_PAIRS,
     INSTANCES,
@@ -33,7 +34,6 @@ from flashinfer.sm12x.instances import (
     NVFP4,
     ROW_TILE,
     SM12X,
-    STREAM_PAIRS,
     Instance,
     index_of,
 )
@@ -55,8 +55,8 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 # The race checker keeps a clock for each thread and takes three times as long, so only tests marked ``races`` use it,
 # some for each kind of kernel. With this variable all tests do, which is too slow for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
-PAIRS = [instance for instance in INSTANCES if not instance.streamed]
-STREAMED = [instance for instance in INSTANCES if instance.streamed]
+PAIRS = [instance for instance in INSTANCES if not instance.split_k]
+STREAMED = [instance for instance in INSTANCES if instance.split_k]
 LONG = [instance for instance in STREAMED if instance.k_tile > 256]
 EIGHT_BIT = [instance for instance in PAIRS if instance.multiplies == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in PAIRS if instance.multiplies == "bf16"]
@@ -124,8 +124,8 @@ def gemm_launches(device: VirtualDevice) -> list[Any]:
 
 
 def layer_launch(device: VirtualDevice) -> Any:
-    """The one launch of a streamed layer."""
-    (launch,) = [launch for launch in device.launches if "streamed_layer_kernel" in launch.kernel]
+    """The one launch of a fused MoE kernel."""
+    (launch,) = [launch for launch in device.launches if "fused_moe_kernel" in launch.kernel]
     return launch
 
 
@@ -133,7 +133,7 @@ def assert_instance(launch: Any, instance: Instance) -> None:
     """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one
     token tile, K blocks, warps."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
-    if instance.streamed:
+    if instance.split_k:
         sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
     assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
 
@@ -355,7 +355,7 @@ def stream_modes() -> list[Any]:
     ids=str,
 )
 @pytest.mark.parametrize(("instance", "mode"), stream_modes())
-def test_a_streamed_layer(device, instance, mode, sizes):
+def test_a_fused_moe_layer(device, instance, mode, sizes):
     hidden, inter = sizes
     swizzled = hidden not in (256, 320, 288)
     case = MoECase(37, hidden, inter, num_experts=4, top_k=2, mode=mode, swizzled_input_sf=swizzled)
@@ -370,7 +370,7 @@ def test_a_streamed_layer(device, instance, mode, sizes):
 # sums; beside a short K that two and four groups of warps share.
 @pytest.mark.parametrize("sizes", [(4096, 64), (3104, 192), (4576, 32), (64, 4608), (96, 3168)], ids=str)
 @pytest.mark.parametrize(("instance", "mode"), [each for each in stream_modes() if each.values[0] in LONG])
-def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
+def test_a_fused_moe_layer_with_a_long_k(device, instance, mode, sizes):
     hidden, inter = sizes
     case = MoECase(5, hidden, inter, num_experts=3, top_k=2, mode=mode, swizzled_input_sf=hidden % 128 == 0)
     check_moe(device, case, 610 + instance.index)
@@ -406,7 +406,7 @@ def test_a_layer_of_each_model_in_full_dimensions(device, model, mode):
 @pytest.mark.parametrize(("experts", "top_k"), [(256, 6), (512, 8)], ids=["256, 6 a token", "512, 8 a token"])
 @pytest.mark.parametrize("tokens", [3, 41], ids=["routed in registers", "routed in shared memory"])
 @pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 8], ids=lambda row: row.name)
-def test_a_streamed_layer_of_many_experts(device, instance, tokens, experts, top_k):
+def test_a_fused_moe_layer_of_many_experts(device, instance, tokens, experts, top_k):
     """SwigluStep for one number of experts, for the other Swiglu."""
     mode = 2 if instance.activation == "bf16" else 1
     case = MoECase(tokens, 96, 32, experts, top_k, mode, biases=False, swiglu_step=experts == 512)
@@ -419,7 +419,7 @@ def test_a_streamed_layer_of_many_experts(device, instance, tokens, experts, top
     ids=lambda tokens: f"{tokens} tokens",
 )
 @pytest.mark.parametrize("instance", STREAMED, ids=lambda row: row.name)
-def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
+def test_a_fused_moe_layer_routes_few_and_many(device, instance, tokens):
     """Up to 32 (token, slot) pairs are sorted in registers, more in shared memory."""
     case = MoECase(tokens, 160, 96, 40, 4, 2 if instance.activation == "bf16" else 0)
     check_moe(device, case, 620 + tokens, [instance.index] * 2)
@@ -428,10 +428,10 @@ def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
 @pytest.mark.parametrize(
     "instance", [row for row in STREAMED if row in (*MAIN_MODULE, *NVFP4)], ids=lambda row: row.name
 )
-def test_a_streamed_layer_has_room_for_the_most_tiles(device, instance):
+def test_a_fused_moe_layer_has_room_for_the_most_tiles(device, instance):
     """All experts are hit, and no other number of pairs makes more tiles: each expert's last tile holds one."""
     tile, experts = instance.token_tile, MAX_EXPERTS
-    full = (STREAM_PAIRS - experts) // tile
+    full = (FUSED_MOE_PAIRS - experts) // tile
     ids = torch.arange(experts).repeat_interleave(torch.tensor([1 + tile] * full + [1] * (experts - full)))
     seed = 650
     print("seed", seed)
@@ -439,7 +439,7 @@ def test_a_streamed_layer_has_room_for_the_most_tiles(device, instance):
     inputs = make_moe_inputs(case, seed)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
     inputs = dataclasses.replace(inputs, token_selected_experts=ids[order, None].int())
-    assert case.num_tokens == STREAM_PAIRS
+    assert case.num_tokens == FUSED_MOE_PAIRS
     output = run_moe(device, inputs, case.mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{case}, seed {seed}")
 
@@ -466,7 +466,7 @@ def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, toke
 @pytest.mark.races
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("instance", [row for row in STREAMED if row in SM12X], ids=lambda row: row.name)
-def test_a_streamed_layer_on_a_shard_some_of_whose_experts_have_no_row(device, instance, rank):
+def test_a_fused_moe_layer_on_a_shard_some_of_whose_experts_have_no_row(device, instance, rank):
     mode, optional = 2 if instance.activation == "bf16" else rank, rank == 0
     case = MoECase(9, 352, 416, 16, 2, mode, ep_size=2, ep_rank=rank, biases=optional, swiglu_parameters=optional)
     inputs = check_moe(device, case, 630 + rank, [instance.index] * 2)
@@ -579,14 +579,14 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     assert device.launches == []
 
 
-def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
+def test_a_fused_moe_tactic_refuses_what_it_cannot_take(device):
     place = index_of("stream_mxfp8_as_bf16_m8")
     for case, message in (
         (MoECase(400, 160, 96, 4, 4, 0), "at most 1536"),
-        (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this streamed tactic"),
+        (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this fused MoE tactic"),
     ):
         with pytest.raises(Exception, match=message):
             run_moe(device, make_moe_inputs(case, 650), 0, [place, place])
     longer = index_of("stream_mxfp8_as_bf16_m8_w3")
-    with pytest.raises(Exception, match="K is too long for this streamed tactic"):
+    with pytest.raises(Exception, match="K is too long for this fused MoE tactic"):
         run_moe(device, make_moe_inputs(MoECase(2, 96, 4640, 4, 2, 0), 650), 0, [longer, longer])

@@ -31,7 +31,7 @@ from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_ro
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_PAIRS, index_of
+from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -145,7 +145,7 @@ def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevi
 
 
 # Each case fills a part that has room for several tactics, with the tactic that needs it: many tokens with a short K
-# fill a pair's e4m3 act and its quantized tokens, few of them the streamed layer's float32. Numbers of experts whose
+# fill a pair's e4m3 act and its quantized tokens, few of them the fused MoE kernel's float32. Numbers of experts whose
 # offsets fill whole lines, and others.
 @pytest.mark.parametrize(
     ("name", "case"),
@@ -181,7 +181,7 @@ def at_limits() -> list[Any]:
     """
     found = []
     for (mode, names), top_k in itertools.product(OF_MODES.items(), (1, 4)):
-        most = STREAM_PAIRS // top_k
+        most = FUSED_MOE_PAIRS // top_k
         for name, tokens, sizes in itertools.product(names, (140, most, most + 1), ((32, 96), (96, 32))):
             if INSTANCES[index_of(name)].takes(tokens * top_k, *sizes):
                 case = MoECase(tokens, *sizes, 128 if top_k == 4 else 3, top_k, mode, biases=False)
@@ -277,7 +277,7 @@ ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),
 def run_far_layer(
     device: VirtualDevice, changes: Changes, inputs: MoEInputs, changed: dict[str, Any], mode: int = 0
 ) -> None:
-    """A layer by a pair of GEMMs, some of its arguments ``changed``, in a workspace that takes memory only where
+    """A layer by the two-kernel path, some of its arguments ``changed``, in a workspace that takes memory only where
     something is written."""
     module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
     pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
@@ -337,7 +337,7 @@ def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) ->
 def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice) -> None:
     """The kernel begins with the tile of tokens that it would come to after hours."""
     n, k, far, rows, tile = 4096, 2080, 1 << 19, 5, 8  # tokens, too, lie beyond 2^31 bytes
-    header = f"{KERNELS}/stream/dense.cuh"
+    header = f"{KERNELS}/split_k/dense.cuh"
     changes: Changes = (
         (header, "unit(step), tile(0)", f"unit(step), tile({far // tile})"),
         (header, "steps(units * tiles)", f"steps(units * (tiles - {far // tile}))"),
@@ -419,7 +419,7 @@ def test_a_workspace_that_lacks_a_byte_is_refused(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pair"])
 def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, streamed: bool) -> None:
-    tactic = next(row.index for row in INSTANCES if row.activation == mode.activation and row.streamed == streamed)
+    tactic = next(row.index for row in INSTANCES if row.activation == mode.activation and row.split_k == streamed)
     case = MoECase(num_tokens=5, hidden=128, inter=96, num_experts=4, top_k=2, mode=int(mode))
     inputs = make_moe_inputs(case, seed=3)
     inputs.token_final_scales = torch.ones_like(inputs.token_final_scales)
@@ -429,9 +429,9 @@ def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, str
 
 
 def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_memory(device: VirtualDevice) -> None:
-    """Each launch of a streamed layer asks for shared memory by the layer's sizes; the grant is the kernel's."""
+    """Each launch of a fused MoE kernel asks for shared memory by the layer's sizes; the grant is the kernel's."""
     module = device.module(gen_cutlass_fused_moe_sm120_module)
-    tactic = next(row.index for row in INSTANCES if row.activation == "bf16" and row.streamed)
+    tactic = next(row.index for row in INSTANCES if row.activation == "bf16" and row.split_k)
     seed = random.randrange(1 << 16)
     print("seed", seed)
     failures: list[BaseException] = []

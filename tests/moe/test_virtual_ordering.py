@@ -20,7 +20,7 @@ KINDS = {
     f"{'streamed' if streamed else 'pair'} {activation}": (row.index, 2 if activation == "bf16" else 1)
     for streamed in (False, True)
     for activation in ("mxfp8", "bf16")
-    for row in [next(row for row in INSTANCES if row.streamed == streamed and row.activation == activation)]
+    for row in [next(row for row in INSTANCES if row.split_k == streamed and row.activation == activation)]
 }
 EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
 EACH_PAIR = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("pair")])
@@ -81,7 +81,7 @@ def test_blocks_that_wait_for_each_other_are_launched_together(device: VirtualDe
     forever."""
     tactic, mode = KINDS[kind]
     run_moe(device, make_moe_inputs(MoECase(2, 160, 96, 4, 2, mode), 730), mode, [tactic, tactic])
-    found = {"streamed_layer_kernel" in launch.kernel: launch.cooperative for launch in device.launches}
+    found = {"fused_moe_kernel" in launch.kernel: launch.cooperative for launch in device.launches}
     assert found == {True: True, False: False}
 
 

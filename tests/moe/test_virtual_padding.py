@@ -16,7 +16,7 @@ from flashinfer.testing.virtual_device import VirtualDevice
 WIDE = Accumulation(25)  # an H200's and a B200's
 HIDDEN, INTER, EXPERTS, TOP_K = 352, 160, 6, 2
 MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
-# Pairs of GEMMs route by themselves up to IN_KERNEL_PAIRS (token, slot) pairs, but W4A16's never do; streamed layers
+# Pairs of GEMMs route by themselves up to IN_KERNEL_PAIRS (token, slot) pairs, but W4A16's never do; fused MoE kernels
 # route up to 32 in registers.
 FEW, MANY = 9, IN_KERNEL_PAIRS // TOP_K + 3
 
@@ -24,11 +24,11 @@ device = virtual_fixture(accumulation_bits=WIDE.sum_bits)
 
 
 def tactics() -> list[object]:
-    """Each mode, and format of experts, with a streamed tactic and with a pair of GEMMs."""
+    """Each mode, and format of experts, with a fused MoE tactic and with the two-kernel path."""
     found = []
     for mode, name in MODES.items():
         fitting = [row for row in SM12X if row.activation == ("bf16" if mode == 2 else "mxfp8")]
-        for row in {(row.weights, row.streamed): row for row in reversed(fitting)}.values():
+        for row in {(row.weights, row.split_k): row for row in reversed(fitting)}.values():
             found.append(pytest.param(mode, row.index, id=f"{name}, {row.name}"))
     return found
 

@@ -2,7 +2,7 @@
 """Experts with uneven numbers of rows, by each instance of the MoE layer, on the virtual SM121.
 
 The numbers of (token, slot) pairs are those at which kernels route in another way: 32 and 33 for a stream, 256 and 257
-for a pair of GEMMs, and the most that a stream takes.
+for the two-kernel path, and the most that a stream takes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from virtual_devices import virtual_fixture
 from virtual_moe import run_moe
 
-from flashinfer.sm12x.instances import IN_KERNEL_PAIRS, INSTANCES, MAX_EXPERTS, STREAM_PAIRS, Instance
+from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, IN_KERNEL_PAIRS, INSTANCES, MAX_EXPERTS, Instance
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.virtual_device import VirtualDevice
 
 device = virtual_fixture()
-STREAMS = [row for row in INSTANCES if row.streamed and row.k_tile == 256]
-PAIRS = [row for row in INSTANCES if not row.streamed]
+STREAMS = [row for row in INSTANCES if row.split_k and row.k_tile == 256]
+PAIRS = [row for row in INSTANCES if not row.split_k]
 FEW_PAIRS = 32
 ROUTINGS = list(uneven_rows(64, 8, 8))
 
@@ -65,7 +65,7 @@ def test_each_number_of_tokens_in_a_wide_tile(device: VirtualDevice, row: Instan
 @pytest.mark.parametrize("routing", ["half on the last", "ascending", "gaps, around a tile", "narrow, then full"])
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: row.name)
 def test_the_most_pairs_of_a_stream(device: VirtualDevice, row: Instance, routing: str) -> None:
-    check(device, row, STREAM_PAIRS, MAX_EXPERTS if routing == "ascending" else 96, routing)
+    check(device, row, FUSED_MOE_PAIRS, MAX_EXPERTS if routing == "ascending" else 96, routing)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

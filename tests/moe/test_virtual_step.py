@@ -17,7 +17,7 @@ from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
 CPU = torch.device("cpu")
-STREAM, PACK = "streamed_layer_kernel", "moe_pack_kernel"
+STREAM, PACK = "fused_moe_kernel", "moe_pack_kernel"
 
 device = virtual_fixture(watch=ALL_CHECKERS)
 

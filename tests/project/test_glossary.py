@@ -172,7 +172,7 @@ def test_constants_of_the_same_name_are_equal_in_both_languages(cxx, python) -> 
         ("ROW_TILE", "kRowTile"),
         ("SCALE_BLOCK", "kScaleBlock"),
         ("K_BLOCK", "kKBlock"),
-        ("STREAM_PAIRS", "kStreamPairs"),
+        ("FUSED_MOE_PAIRS", "kFusedMoePairs"),
         ("IN_KERNEL_PAIRS", "kInKernelPairs"),
         ("FEW_PAIRS", "kFewPairs"),
         ("MAX_Q_LEN", "kDecodeMaxQLen"),

@@ -33,7 +33,7 @@ ONLY_TEST_ALL = [
     "packed rows are counted in 32 bits of bytes",
     "a dense layer's tokens are counted in 32 bits of bytes",
     "partial outputs are read at 32 bits",
-    "outputs of a streamed dense layer are counted in 32 bits",
+    "outputs of a split-K dense kernel are counted in 32 bits",
     "scales of a dense layer's tokens have no room for what fills their last word",
     "logits are searched at 32 bits",
     "doctor: uv is asked for an option of pip's",

@@ -153,7 +153,7 @@ def test_the_demo_sees_what_is_wrong_with_machine_code(changed: dict[str, Any], 
 @pytest.mark.parametrize(("clean", "mmas"), [(True, 24), (False, 24), (True, 0)], ids=["good", "a report", "no MMA"])
 def test_the_demo_sees_what_is_wrong_with_launches(clean: bool, mmas: int) -> None:
     counters = SimpleNamespace(by_class={"mma": mmas} if mmas else {})
-    launch = SimpleNamespace(kernel="_Z21streamed_layer_kernelIvEvv", clean=clean, counters=counters, reports=())
+    launch = SimpleNamespace(kernel="_Z16fused_moe_kernelIvEvv", clean=clean, counters=counters, reports=())
     checks = load_tool("demo").launch_checks("W4A8", [launch])
     assert [holds for _, holds in checks] == [mmas > 0, clean]
 

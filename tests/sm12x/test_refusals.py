@@ -161,15 +161,15 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     "MXFP8 input needs its scales (input_sf)": (_put("MoE 0", "input_sf", lambda t: None), "input_sf is None"),
     "input_sf must start at a multiple of 4 bytes": (_put("MoE 0", "input_sf", off),
         "input_sf (swizzled_input_sf=True) starts at"),
-    "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same": (_tactics(2, "bf16_m8_k128",
+    "a fused MoE tactic computes both GEMMs: FC1 and FC2 must name the same": (_tactics(2, "bf16_m8_k128",
         "stream_bf16_m8"), "profile_ids is"),
-    "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512": (
+    "a fused MoE kernel chooses experts of at most 32 (token, slot) pairs, of at most 512": (
         _logits(514),
         "router_logits is torch.float32 (2, 514) on meta; it must have at most 512 experts",
     ),
     "FC1 and FC2 must keep activations in the same type": (_tactics(0, "mxfp8_m8_k128", "mxfp8_as_bf16_m16_k128"),
         "profile_ids is"),
-    "a streamed tactic takes at most 1536 (token, slot) pairs": (
+    "a fused MoE tactic takes at most 1536 (token, slot) pairs": (
         _tactics(
             2,
             *["stream_bf16_m8"] * 2,
@@ -270,10 +270,10 @@ UNREACHABLE: dict[str, str] = {
     "normed goes with norm_weight": _OURS,
     "workspace is too small": "require_int of workspace_buffer's size, with a backend",
     "the workspace is too small": "compute() compares with the launcher's own number, with a backend",
-    "a streamed tactic needs all SMs of the device, and this stream has fewer": "moe_run answers False before",
-    "K is too long for this streamed tactic": "Instance.takes, whose longest_k the rendered source asserts",
-    "two stages of this streamed tactic do not fit shared memory": "Instance.takes",
-    "a pair of GEMMs takes expert ids, not logits": "compute() routes before a pair",
+    "a fused MoE tactic needs all SMs of the device, and this stream has fewer": "moe_run answers False before",
+    "K is too long for this fused MoE tactic": "Instance.takes, whose longest_k the rendered source asserts",
+    "two stages of this fused MoE tactic do not fit shared memory": "Instance.takes",
+    "the two-kernel path takes expert ids, not logits": "compute() routes before a pair",
     "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight": "compute_normed norms "
     "before",
     "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4": "instance() lists what "
@@ -282,7 +282,7 @@ UNREACHABLE: dict[str, str] = {
     "what takes them",
     "scales of tokens must start at a multiple of 4 bytes": "require_scales, as input_sf's",
     "no grouped GEMM instance of that tactic is loaded": "validate() has the tactics",
-    "this device does not grant the streamed tactic's shared memory": _DEVICE,
+    "this device does not grant the fused MoE tactic's shared memory": _DEVICE,
     "this device does not grant the dense tactic's shared memory": _DEVICE,
     "this device does not grant the instance's shared memory": _DEVICE,
     "the instance does not fit an SM of this device": _DEVICE,
@@ -373,4 +373,4 @@ def test_limits_of_texts_are_those_of_tables() -> None:
         ("kMaxLocalExperts", sm12x_validation.MAX_EXPERTS),
     ):
         assert re.search(rf"constexpr int {name} = {value};", types), name
-    assert any(row.streamed for row in INSTANCES)
+    assert any(row.split_k for row in INSTANCES)

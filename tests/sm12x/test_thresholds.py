@@ -68,20 +68,20 @@ def test_a_tile_is_taken_up_to_its_limit(
     rows = [
         row for row in known.table if (row.activation, row.weights, row.k_tile != 384) == (activation, weights, True)
     ]
-    streams = {row.token_tile for row in rows if row.streamed}
-    tiles = sorted({row.token_tile for row in rows if not row.streamed})
+    streams = {row.token_tile for row in rows if row.split_k}
+    tiles = sorted({row.token_tile for row in rows if not row.split_k})
     seen = set()
-    for number in edges((*known.streamed, *pairs)):
+    for number in edges((*known.fused_moe, *pairs)):
         monkeypatch.setattr(sm12x_planner, "expected_rows", lambda *_, number=number: number)
         for all_sms in (True, False):
             chosen = choose(activation, 8, 8, known, LAYER, all_sms, weights).instance
-            tile = wanted_tile(known.streamed, number)
+            tile = wanted_tile(known.fused_moe, number)
             if all_sms and tile in streams:
-                assert (chosen.streamed, chosen.token_tile) == (True, tile), number
+                assert (chosen.split_k, chosen.token_tile) == (True, tile), number
             else:
                 widest = [each for each in tiles if each >= wanted_tile(pairs, number)]
-                assert (chosen.streamed, chosen.token_tile) == (False, (widest or tiles[-1:])[0]), number
-                longest = max(row.k_tile for row in rows if not row.streamed and row.token_tile == chosen.token_tile)
+                assert (chosen.split_k, chosen.token_tile) == (False, (widest or tiles[-1:])[0]), number
+                longest = max(row.k_tile for row in rows if not row.split_k and row.token_tile == chosen.token_tile)
                 assert chosen.k_tile == longest
             assert (chosen.activation, chosen.weights) == (activation, weights)
             seen.add(chosen)
@@ -95,7 +95,7 @@ def test_a_grouped_gemms_tile_is_taken_up_to_its_limit(known: DeviceClass, monke
         chosen = INSTANCES[sm12x_planner.plan_group_gemm(8, 8, known)]
         there = sorted({row.token_tile for row in sm12x_planner.GEMM_INSTANCES})
         assert chosen.token_tile == next(tile for tile in there if tile >= wanted_tile(known.gemms, rows))
-        assert chosen in sm12x_planner.GEMM_INSTANCES and not chosen.streamed
+        assert chosen in sm12x_planner.GEMM_INSTANCES and not chosen.split_k
 
 
 @EACH_CLASS
@@ -125,13 +125,13 @@ def test_the_most_tokens_that_are_exact(top_k: int, experts: int) -> None:
 @EACH_CLASS
 def test_a_stream_takes_its_last_pair(known: DeviceClass) -> None:
     """By the planner, the tuner's candidates and a forced tactic alike: 1,536 pairs, of 8 slots 192 tokens."""
-    streams = [row for row in known.table if row.streamed]
+    streams = [row for row in known.table if row.split_k]
     assert streams
     for pairs, taken in ((1535, True), (1536, True), (1537, False)):
         assert {row.takes(pairs, *LAYER) for row in streams} == {taken}
         for weights in ("mxfp4", "nvfp4"):
-            assert any(row.streamed for row in known.candidates(pairs, *LAYER, weights)) is taken
-            assert choose("bf16", pairs, 512, known, LAYER, weights=weights).instance.streamed is taken
+            assert any(row.split_k for row in known.candidates(pairs, *LAYER, weights)) is taken
+            assert choose("bf16", pairs, 512, known, LAYER, weights=weights).instance.split_k is taken
     for tokens, taken in ((192, True), (193, False)):
         problem = MoEProblem(Mode.W4A16, tokens, *LAYER, 512, 8, 0, 512, 512)
         row = next(row for row in streams if row.activation == "bf16" and row.weights == "mxfp4")
@@ -145,11 +145,11 @@ def test_a_stream_takes_its_last_pair(known: DeviceClass) -> None:
 @EACH_CLASS
 def test_a_row_takes_its_longest_k_on_either_side(known: DeviceClass) -> None:
     for row in known.table:
-        longest = row.longest_k if row.streamed else 1 << 24
+        longest = row.longest_k if row.split_k else 1 << 24
         for hidden, inter in ((longest, 32), (32, longest)):
             assert row.takes(8, hidden, inter)
         for hidden, inter in ((longest + 32, 32), (32, longest + 32)):
-            assert row.takes(8, hidden, inter) is not row.streamed
+            assert row.takes(8, hidden, inter) is not row.split_k
 
 
 def test_layers_of_the_first_and_last_sizes() -> None:
@@ -211,8 +211,8 @@ def test_streams_take_two_passes_over_twelve_mebibytes(weights: str) -> None:
             for tokens in range(1, 4 * widest):
                 chosen = dense(weights, tokens, n, k)
                 assert chosen is not None
-                assert chosen.streamed == (tokens <= passes * widest), (n, k, tokens, chosen.name)
-                if chosen.streamed:
+                assert chosen.split_k == (tokens <= passes * widest), (n, k, tokens, chosen.name)
+                if chosen.split_k:
                     assert chosen.token_tile == (8 if tokens <= 8 else widest)
     for k, expected in ((3072, "w2"), (3104, "w3"), (4608, "w3"), (4640, "gemm")):
         chosen = dense(weights, 1, 128, k)
@@ -224,7 +224,7 @@ def test_of_two_gemms_the_cheaper_is_taken() -> None:
     for weights in WEIGHT_FORMATS:
         for operand, costs in sm12x_dense_launch.GEMM_TILE_COST.items():
             rows = [
-                row for row in DENSE_INSTANCES if not row.streamed and (row.weights, row.operand) == (weights, operand)
+                row for row in DENSE_INSTANCES if not row.split_k and (row.weights, row.operand) == (weights, operand)
             ]
             for tokens in range(33, 400) if rows else ():
                 chosen = dense(weights, tokens, 201_088, 2880, GB10, operand)
@@ -320,7 +320,7 @@ def test_a_stream_is_timed_up_to_four_passes(weights: str, recorded: DenseModule
     call = sm12x_dense_launch.DenseCall(None, x, None, weight, scale, weight_format=weights)
     runner = sm12x_dense_tuning.SM12xDenseRunner(RecordingBackend(recorded), call, sm12x_dense_launch.BF16)
     for row in DENSE_INSTANCES:
-        if row.weights == weights and row.streamed:
+        if row.weights == weights and row.split_k:
             assert row.name in runner.names(4 * row.token_tile)
             assert row.name not in runner.names(4 * row.token_tile + 1)
 

@@ -40,12 +40,12 @@ from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
 
 SEEDS = (1, 2, 3)
-# Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
+# Units of both GEMMs of a pair are cut between blocks; every block of a fused MoE kernel has some of each.
 SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
 RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
 # Each fault takes two changes: without its fence the arrival is still a release, and a relaxed one is ordered by the
 # fence.
-FAULTS_OF_STREAMED = {
+FAULTS_OF_FUSED_MOE = {
     "relaxed arrivals": {"red.release.gpu.global.add.u32": RELAXED_ARRIVAL, "membar.gl;": "", "fence.acq_rel.gpu;": ""},
     "arrivals at block scope": {
         "red.release.gpu.global.add.u32": "red.release.cta.global.add.u32",
@@ -62,12 +62,12 @@ KINDS = pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pai
 
 
 def tactics_of(mode: Mode, streamed: bool) -> list[int]:
-    return [next(row.index for row in INSTANCES if row.activation == mode.activation and row.streamed == streamed)] * 2
+    return [next(row.index for row in INSTANCES if row.activation == mode.activation and row.split_k == streamed)] * 2
 
 
 def check_kernels(device: VirtualDevice, streamed: bool) -> None:
     names = [launch.kernel for launch in device.launches]
-    assert sum("streamed_layer_kernel" in name for name in names) == (1 if streamed else 0), names
+    assert sum("fused_moe_kernel" in name for name in names) == (1 if streamed else 0), names
     assert sum("grouped_gemm_kernel" in name for name in names) == (0 if streamed else 2), names
 
 
@@ -131,12 +131,12 @@ def run_decode(q_len: int) -> Callable[[VirtualDevice, int], None]:
     return run
 
 
-# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over:
-# there, what is told is whether one of them writes or reads what is another's.
+# Within a launch, blocks of the prologue, of a split-K dense kernel, of the searches and of the router hand nothing
+# over: there, what is told is whether one of them writes or reads what is another's.
 FAMILIES = {
     "prologue": run_prologue,
     "grouped GEMM": run_group_gemm,
-    "dense stream": run_dense("dense_mxfp4_m8_w2"),
+    "split-K dense kernel": run_dense("dense_mxfp4_m8_w2"),
     "dense GEMM": run_dense("dense_mxfp4_m32_gemm"),
     "largest of a stream": run_dense("dense_mxfp4_m8_w2", 1),
     "largest of logits": run_dense("dense_mxfp4_m32_gemm", 2),
@@ -180,12 +180,12 @@ def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
 
 @pytest.mark.parametrize(
     ("streamed", "fault"),
-    [(True, fault) for fault in FAULTS_OF_STREAMED] + [(False, fault) for fault in FAULTS_OF_PAIR],
+    [(True, fault) for fault in FAULTS_OF_FUSED_MOE] + [(False, fault) for fault in FAULTS_OF_PAIR],
     ids=lambda value: value if isinstance(value, str) else ("streamed" if value else "pair"),
 )
 def test_a_fault_in_how_blocks_synchronize_is_loud(streamed: bool, fault: str) -> None:
     mode = Mode.MXFP8_INPUT
-    planted = (FAULTS_OF_STREAMED if streamed else FAULTS_OF_PAIR)[fault]
+    planted = (FAULTS_OF_FUSED_MOE if streamed else FAULTS_OF_PAIR)[fault]
     inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), 4)
     for seed in SEEDS:
         with virtual_device(weak_memory=seed, planted=planted) as device:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What streams of weights prefetch for the next launch, at the K of real models, on the virtual SM121.
+"""What split-K kernels prefetch for the next launch, at the K of real models, on the virtual SM121.
 
 K decides how many stages the pipeline has, and these how many warps prefetch: with two or three stages fewer than the
 four of a small layer. Each prefetch is replaced by a store of its size where it begins: read back, the sizes lead from
@@ -35,8 +35,8 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 SMS, MOST_BYTES = 48, (24 << 20) // 12
 WARPS = 4  # that prefetch, where there are as many stages
 PREFETCH = "cp.async.bulk.prefetch.L2.global"
-STREAMS = [row for row in INSTANCES if row.streamed]
-DENSE_STREAMS = [row for row in DENSE_INSTANCES if row.streamed]
+STREAMS = [row for row in INSTANCES if row.split_k]
+SPLIT_K_DENSE = [row for row in DENSE_INSTANCES if row.split_k]
 LAYERS = {**MOE_LAYERS, **NVFP4_LAYERS}.values()
 MOE_K = sorted({max(layer.hidden, layer.inter) for layer in LAYERS} | {layer.inter for layer in LAYERS} | {96})
 DENSE_K = sorted(
@@ -83,7 +83,7 @@ def check(device: VirtualDevice, run: Callable[[torch.Tensor], None], kernel: st
 
 
 def stage_bytes(row: Instance, parts: int, out: int, k: int) -> int:
-    """Packed rows of a work tile, their scales and biases, and sums of lanes beyond K (stream/params.h)."""
+    """Packed rows of a work tile, their scales and biases, and sums of lanes beyond K (split_k/params.h)."""
     outputs, k_warps = 16 // parts, -(-k // row.k_tile)
     groups = next(each for each in (4, 2, 1) if each * k_warps <= row.mma_warps and out % (each * outputs) == 0)
     words = -(-k // 128) * (2 if row.weights == "nvfp4" else 1)
@@ -106,7 +106,7 @@ def warps_of_a_layer(device: VirtualDevice, row: Instance, case: MoECase) -> set
         output = run_moe(device, inputs, case.mode, [row.index] * 2, next_weights=following)
         check_within_bound(output, *reference, f"{case}, {row.name}")
 
-    return check(device, run, "streamed_layer_kernel")
+    return check(device, run, "fused_moe_kernel")
 
 
 @pytest.mark.parametrize("k", MOE_K)
@@ -114,14 +114,14 @@ def warps_of_a_layer(device: VirtualDevice, row: Instance, case: MoECase) -> set
 def test_a_layer(device: VirtualDevice, row: Instance, k: int) -> None:
     """FC1 has the long K, then FC2."""
     if not row.takes(1, k, 32):
-        pytest.skip("the layer is a pair of GEMMs")
+        pytest.skip("the layer is the two-kernel path")
     for hidden, inter in ((k, 32), (64, k)):
         case = MoECase(1, hidden, inter, 2, 1, 2 if row.activation == "bf16" else 0, weights=row.weights)
         assert warps_of_a_layer(device, row, case) == {warps_that_prefetch(row, hidden, inter)}, case
 
 
 @pytest.mark.parametrize("k", DENSE_K)
-@pytest.mark.parametrize("row", DENSE_STREAMS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SPLIT_K_DENSE, ids=lambda row: row.name)
 def test_a_dense_layer(device: VirtualDevice, row: Instance, k: int) -> None:
     """Each block has a unit, and one has two; behind a norm, too."""
     if k > row.longest_k:

@@ -225,7 +225,7 @@ CASES: list[tuple[Callable[[VirtualDevice], None], Callable[[Arguments], Argumen
         ),
         "is_padding must be [tokens]",
     ),
-    (moe, given(token_selected_experts=None, router_logits=torch.zeros(2, 4)), "a pair of GEMMs takes expert ids"),
+    (moe, given(token_selected_experts=None, router_logits=torch.zeros(2, 4)), "the two-kernel path takes expert ids"),
     (moe, given(barrier=torch.zeros(3, dtype=torch.int32)), "barrier must have two elements"),
     (moe, given(activation_type=99), "activation_type 99 is none of these kernels'"),
     (moe, less("input"), "disagree about hidden or intermediate size"),

@@ -26,12 +26,12 @@ from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
+    FUSED_MOE_PAIRS,
     IN_KERNEL_PAIRS,
     INSTANCES,
     MAIN_MODULE,
     MAX_EXPERTS,
     NVFP4,
-    STREAM_PAIRS,
     Format,
     Instance,
 )
@@ -52,7 +52,7 @@ MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
 HIDDEN, INTER = 96, 64
 ROWS = (*MAIN_MODULE, *NVFP4)
 EACH_KIND = list(
-    {(row.streamed, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.token_tile)}.values()
+    {(row.split_k, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.token_tile)}.values()
 )
 """The narrowest of what routes, packs and adds up in ways of its own."""
 FORMS: dict[Format, str] = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
@@ -116,7 +116,7 @@ def test_tokens_at_which_the_planner_changes_a_layers_tactic(device: VirtualDevi
 def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: Instance) -> None:
     """Few experts for the many, so that each has several tiles; many for the few."""
     numbers = compared_with()
-    assert {32, IN_KERNEL_PAIRS, STREAM_PAIRS} <= numbers, numbers
+    assert {32, IN_KERNEL_PAIRS, FUSED_MOE_PAIRS} <= numbers, numbers
     for pairs in around(numbers):
         case = MoECase(pairs, HIDDEN, INTER, 5 if pairs > 64 else 40, 1, mode_of(row))
         check(device, case, row.index if row.takes(pairs, HIDDEN, INTER) else None, pairs)
@@ -138,7 +138,7 @@ def test_experts_around_the_lanes_of_a_warp(device: VirtualDevice, row: Instance
 
 def operands(form: str) -> list[Format]:
     """The types in which GEMMs multiply tokens by such weights."""
-    return sorted({row.operand for row in DENSE_INSTANCES if row.weights == form and not row.streamed})
+    return sorted({row.operand for row in DENSE_INSTANCES if row.weights == form and not row.split_k})
 
 
 def check_dense(device: VirtualDevice, case: DenseCase, chosen: Instance | None, seed: int) -> None:
@@ -150,7 +150,7 @@ def check_dense(device: VirtualDevice, case: DenseCase, chosen: Instance | None,
     launches = device.launches[before:]
     assert all(launch.clean for launch in launches), (case, launches)
     if chosen is not None:
-        kernel = "dense_layer_kernel" if chosen.streamed else "grouped_gemm_kernel"
+        kernel = "dense_layer_kernel" if chosen.split_k else "grouped_gemm_kernel"
         assert [kernel in launch.kernel for launch in launches].count(True) == 1
         tile = chosen.token_tile
         assert any(f"Li{tile}E" in launch.kernel for launch in launches if kernel in launch.kernel), (chosen, launches)
@@ -200,6 +200,6 @@ def test_k_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice, form
 def test_a_stream_ends_where_its_table_says(row: Instance) -> None:
     """The table tells which sizes an instance takes: by pairs and by K."""
     longest = row.longest_k
-    assert row.takes(STREAM_PAIRS, longest, 32)
-    assert row.takes(STREAM_PAIRS + 1, 32, 32) == (not row.streamed)
-    assert not row.streamed or (not row.takes(1, longest + 32, 32) and not row.takes(1, 32, longest + 32))
+    assert row.takes(FUSED_MOE_PAIRS, longest, 32)
+    assert row.takes(FUSED_MOE_PAIRS + 1, 32, 32) == (not row.split_k)
+    assert not row.split_k or (not row.takes(1, longest + 32, 32) and not row.takes(1, 32, longest + 32))

@@ -157,7 +157,7 @@ def test_the_public_operators_use_the_active_device():
     inputs = make_moe_inputs(MoECase(num_tokens=3, hidden=256, inter=128, num_experts=4, top_k=2, mode=1), seed=16)
     with flashinfer.testing.virtual_device("sm_121a") as device:
         output = flashinfer.cutlass_fused_moe(**inputs.arguments())
-        assert sum("streamed_layer_kernel" in launch.kernel for launch in device.launches) == 1
+        assert sum("fused_moe_kernel" in launch.kernel for launch in device.launches) == 1
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 
 

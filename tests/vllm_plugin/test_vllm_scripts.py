@@ -204,7 +204,7 @@ def test_kinds_of_kernels():
     headers = [header for header in family.rglob("*.cuh") if header.parent.name != "probe"]
     defined = {name for header in headers for name in re.findall(r"\b(\w+_kernel)\(const", header.read_text())}
     ours = {
-        "streamed_layer_kernel": "MoE",
+        "fused_moe_kernel": "MoE",
         "moe_prologue_kernel": "MoE",
         "moe_pack_kernel": "MoE",
         "grouped_gemm_kernel": "MoE",

@@ -35,7 +35,7 @@ def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folde
         on_the_cpu = step()
         with virtual_device("sm_121a") as device:
             on_the_device = step()
-            assert any("streamed_layer_kernel" in launch.kernel for launch in device.launches)
+            assert any("fused_moe_kernel" in launch.kernel for launch in device.launches)
             assert all(launch.clean for launch in device.launches)
     assert not on_the_device[1].any()
     # Both keep the reference's bound (tests/moe); here that vLLM's call reaches the kernels with the right arguments.
@@ -81,7 +81,7 @@ def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path): 
         on_the_device, written_there = step()
         assert all(launch.clean for launch in device.launches)
         ran = " ".join(launch.kernel for launch in device.launches)
-    for kernel in ("dense_layer_kernel", "decode_attention", "router", "streamed_layer_kernel"):
+    for kernel in ("dense_layer_kernel", "decode_attention", "router", "fused_moe_kernel"):
         assert kernel in ran, ran
     assert not torch.equal(written, before)
     print("logits", distance := (on_the_device - on_the_cpu).abs().mean())

@@ -23,7 +23,8 @@ MoeMode checked_mode(int64_t mode) {
 const Instance* checked_instance(int64_t tactic, Element activation) {
   const Instance* instance = find_instance(static_cast<int>(tactic));
   TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " is not among the instances of this module";
-  TVM_FFI_CHECK(instance->activation == activation && (instance->is_pair() || instance->streams_moe()), ValueError)
+  TVM_FFI_CHECK(instance->activation == activation && (instance->has_two_kernels() || instance->is_fused_moe()),
+                ValueError)
       << "tactic " << tactic << " was compiled for other activations than this call has";
   return instance;
 }
@@ -135,7 +136,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.fc2_instance = checked_instance(tactic_fc2, activation);
   check_scales(fc1_sf, *a.fc1_instance, a.shape.num_experts, a.fc1_rows(), a.shape.hidden, "fc1_sf");
   check_scales(fc2_sf, *a.fc2_instance, a.shape.num_experts, a.shape.hidden, a.shape.inter, "fc2_sf");
-  a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
+  a.shape.as_bf16 = a.fc1_instance->has_two_kernels() && a.fc1_instance->operand == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);
   a.next = read_ahead_of(next_weights, options);

@@ -121,8 +121,8 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
 
     They do on a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`. An SM120 keeps enough: others
     measured 20 bits. In half precision each scale block is summed from zero, and their sums are added in float32.
-    Streamed layers multiply in bf16 anyway; the switch changes pairs of GEMMs and the grouped GEMM, and has the planner
-    of dense layers pass over GEMMs of that kind. It is read when a module is first used.
+    Fused MoE kernels multiply in bf16 anyway; the switch changes two-kernel tactics and the grouped GEMM, and has the
+    planner of dense layers pass over GEMMs of that kind. It is read when a module is first used.
 
     Args:
         kind: One of :data:`MMA_KINDS`.

@@ -14,7 +14,7 @@ from flashinfer_sm12x.build.inspect_sass import KernelCode, inspect
 from ...sm12x.instances import INSTANCES, ROW_TILE, Instance
 from .spec import JitSpecSm12x
 
-STREAM_EPILOGUE_WARPS = 4  # kEpilogueWarps in stream/params.h
+EPILOGUE_WARPS = 4  # kEpilogueWarps in split_k/params.h
 _RESERVED_SHARED = 1024  # the driver reserves so much in each block and counts it as static shared memory
 
 
@@ -27,15 +27,15 @@ class InstanceRow:
         instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: For example ``sm_121a``.
-        token_tile, row_tile, k_tile, stages: Columns of the table; a streamed layer's stages are a gpt-oss layer's on a
-            GB10.
+        token_tile, row_tile, k_tile, stages: Columns of the table; a fused MoE kernel's stages are a gpt-oss layer's on
+            a GB10.
         schedule: ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
-            ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
+            ``split-K``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
         blocks_per_sm: Blocks that must fit an SM of a GB10 together.
         threads: Threads of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps.
         registers: Registers per thread.
-        shared_bytes: Shared memory of a block, less the driver's own: FC1's with 128 local experts, a streamed layer's
-            with the stages above.
+        shared_bytes: Shared memory of a block, less the driver's own: FC1's with 128 local experts, a fused MoE
+            kernel's with the stages above.
         local_accesses: Spilled loads and stores in the machine code.
         tensor_instructions: Matrix instructions in the machine code.
         block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
@@ -83,8 +83,8 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
 
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
-    if instance.streamed:
-        schedule, threads = "streamed", 32 * (instance.mma_warps + STREAM_EPILOGUE_WARPS)
+    if instance.split_k:
+        schedule, threads = "split-K", 32 * (instance.mma_warps + EPILOGUE_WARPS)
     else:
         schedule, threads = ("8-warp", 288) if instance.token_tile == 128 else ("multi-block", 160)
     return InstanceRow(
@@ -109,7 +109,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
 
 def _gemm_of(kernel: str) -> str:
     """The GEMM of the layer that a kernel computes, by the ``Role`` among its template arguments (``types.h``)."""
-    if "streamed_layer_kernel" in kernel:
+    if "fused_moe_kernel" in kernel:
         return "layer"
     match = re.search(r"Role\)(\d)", kernel) or re.search(r"4RoleE(\d)", kernel)
     return {"0": "fc1", "1": "fc2", "2": "group"}.get(match.group(1), "?") if match is not None else "?"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Dense layers with weights in microscaling formats on SM12x (and compute capability 9.0): out = tokens * weights^T,
-// for few tokens as one stream of weights, else as a GEMM of tiles, as the instance says. Plain CUDA, no framework.
+// for few tokens in one fused MoE kernel, else as a tiled grouped GEMM, as the instance says. Plain CUDA, no framework.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct DenseArguments {
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
 
-  // Only a stream of weights takes these. weights_first: no earlier launch writes weights or scales, so that a
+  // Only a split-K kernel takes these. weights_first: no earlier launch writes weights or scales, so that a
   // dependent launch may read them before that launch ends. ranks: null, or ranks of the largest outputs,
   // [num_tokens][at most kEpilogueWarps x SMs].
   bool weights_first;
@@ -36,20 +36,20 @@ struct DenseArguments {
 
 // A ring's stages: whole units of `g`, so that a stage always holds the same slice. A warp waits only for stages of its
 // own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one for it.
-inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
-  return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.slices * g.slices;
+inline int ring_stages(const SplitKGemm& g, int ring_bytes, int stage_bytes) {
+  return std::min(ring_bytes / stage_bytes, kMaxSplitKStages) / g.slices * g.slices;
 }
 
 // Slices of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
 // under way), else as many as give it most.
-inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
-  StreamedGemm best = {};
+inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
+  SplitKGemm best = {};
   const int warp_k_blocks = instance.k_tile / kKBlock;
   int most = 0;
   for (int slices = 1; slices <= ceil_div(k_blocks_of(k), warp_k_blocks) && most < 5; ++slices) {
-    const StreamedGemmPlan plan = {instance.weights, warp_k_blocks, instance.mma_warps, instance.token_tile, 1, n, k,
-                                   slices,           true};
-    const StreamedGemm g = plan.make();
+    const SplitKGemmPlan plan = {instance.weights, warp_k_blocks, instance.mma_warps, instance.token_tile, 1, n, k,
+                                 slices,           true};
+    const SplitKGemm g = plan.make();
     if (g.groups == 0) continue;
     const int bytes = plan.stage_bytes(g), stages = ring_stages(g, ring_bytes, bytes);
     if (stages > most) {
@@ -62,7 +62,7 @@ inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_
 }
 
 // `ranks_of_token`: how many there are, if any.
-inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
+inline Status run_split_k_dense(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
   DenseParams p = {};
   const int ring_bytes = options.shared_bytes - DenseStorage::kRing;
   p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
@@ -88,7 +88,7 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   }
   const int blocks = std::min(p.gemm.units, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);
-  return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
+  return {a.instance->split_k_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
 }
 
 // Whether the workspace must hold values, and scales, to make rows of a format into rows of the operand with whole

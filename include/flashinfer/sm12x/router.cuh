@@ -4,7 +4,7 @@
 //
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
 //   router_top_k_kernel   the experts of the largest logits, and the softmax over them; padding gets none. Not launched
-//                         where the MoE layer chooses by the logits itself (stream/moe.cuh)
+//                         where the MoE layer chooses by the logits itself (split_k/fused_moe.cuh)
 //
 // A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
 // blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are

@@ -116,7 +116,7 @@ struct ReadAhead {
 // The format in which a MoE layer's caller gives activations, and in which they are multiplied.
 enum class MoeMode : int { kMxfp8Input = 0, kHalfInput = 1, kW4A16 = 2 };
 
-// The use of a tile GEMM: where token rows come from and what happens to the accumulators.
+// The use of a tiled grouped GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {
   kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, activation, requantization
   kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../launch.h"
-#include "../stream/params.h"
+#include "../split_k/params.h"
 #include "../tile/params.h"
 #include "../types.h"
 
@@ -14,7 +14,7 @@ namespace flashinfer::sm12x {
 template <Role kRole>
 using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);
 
-// GEMMs of tiles have some of fc1, fc2 and store, and blocks_per_sm; streams of weights have `prepare`, and launch a
+// Tiled grouped GEMMs have some of fc1, fc2 and store, and blocks_per_sm; split-K kernels have `prepare`, and launch a
 // MoE layer or a dense one. Other pointers are null.
 struct Instance {
   int index;  // place in instances.INSTANCES
@@ -22,7 +22,7 @@ struct Instance {
   Element operand;     // type in which they are multiplied
   Element weights;
   int token_tile;
-  int k_tile;  // elements along K: a stage's, or in a stream an MMA warp's
+  int k_tile;  // elements along K: a stage's, or in a split-K kernel an MMA warp's
 
   GemmLaunch<Role::kFc1> fc1;
   GemmLaunch<Role::kFc2> fc2;
@@ -30,13 +30,13 @@ struct Instance {
   // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
   cudaError_t (*blocks_per_sm)(Role role, const LaunchOptions& options, int num_experts, int* blocks);
 
-  int mma_warps;  // of a stream's thread block
+  int mma_warps;  // of a split-K kernel's thread block
   cudaError_t (*prepare)(const LaunchOptions& options);  // before anything is launched
-  cudaError_t (*stream_moe)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
-  cudaError_t (*stream_dense)(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options);
+  cudaError_t (*fused_moe)(const FusedMoeParams& params, int shared_bytes, const LaunchOptions& options);
+  cudaError_t (*split_k_dense)(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options);
 
-  bool is_pair() const { return fc1 != nullptr; }
-  bool streams_moe() const { return stream_moe != nullptr; }
+  bool has_two_kernels() const { return fc1 != nullptr; }
+  bool is_fused_moe() const { return fused_moe != nullptr; }
 };
 
 constexpr int kMaxInstances = 64;

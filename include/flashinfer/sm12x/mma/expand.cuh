@@ -47,9 +47,9 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// The resource that an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by
-// the number of its instructions. In the GEMM of tiles Hopper's integer pipe, half an instruction a cycle, counts as
-// much, and more with narrow tiles and many blocks. Left shifts can be multiplies, which go elsewhere; rotations
+// The resource that an expansion of e2m1 to bfloat16 saves. A split-K GEMM, whose twelve warps share K, is bound by
+// the number of its instructions. In the tiled grouped GEMM Hopper's integer pipe, half an instruction a cycle, counts
+// as much, and more with narrow tiles and many blocks. Left shifts can be multiplies, which go elsewhere; rotations
 // cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 

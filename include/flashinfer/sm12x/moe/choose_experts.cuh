@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A token's experts by its router's logits: the largest, and the softmax over them. The router's own launch and the
-// streamed layer share it, so that both choose alike.
+// fused MoE kernel share it, so that both choose alike.
 #pragma once
 
 #include "../rows/rank.cuh"

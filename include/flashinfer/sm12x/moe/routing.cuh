@@ -5,8 +5,8 @@
 //
 //   route_with_one_warp  GEMM kernels, few pairs: in registers, no launch of its own
 //   sort_pairs           prologue.cuh, any number: a count of each of sixteen warps
-//   route_many           stream/moe_scheduler.cuh: pairs in shared memory; tiles of tokens come of the same pass
-//   route_few            stream/moe_scheduler.cuh, up to 32 pairs: one a lane, since nothing hides what one token's
+//   route_many           split_k/moe_scheduler.cuh: pairs in shared memory; tiles of tokens come of the same pass
+//   route_few            split_k/moe_scheduler.cuh, up to 32 pairs: one a lane, since nothing hides what one token's
 //                        routing takes
 //
 // Stable and free of floating point, hence the same order on every run.

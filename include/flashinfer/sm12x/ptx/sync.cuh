@@ -119,7 +119,7 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
 }
 
 // True in one lane of a warp; all lanes must call (section 9.7.13.14). In a branch on it the compiler knows that one
-// lane is active. In a branch on the lane's number it turned each bulk copy of the streamed kernels into a loop over
+// lane is active. In a branch on the lane's number it turned each bulk copy of the split-K kernels into a loop over
 // lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -16,7 +16,7 @@ struct DequantizeRowsParams {
   uint4* out;  // [num_rows, k] bfloat16
 };
 
-// Rows of any of the formats to bfloat16 [num_rows, k]: for more tokens than a stream of weights is made for, which a
+// Rows of any of the formats to bfloat16 [num_rows, k]: for more tokens than a split-K kernel is made for, which a
 // GEMM of bfloat16 multiplies. A thread takes a block at a time.
 __global__ void __launch_bounds__(kDequantizeThreads)
     dequantize_rows_kernel(const __grid_constant__ DequantizeRowsParams p) {

@@ -3,7 +3,7 @@
 // The largest numbers of each row of logits and their places, of equal ones those that come first, in two launches:
 //
 //   chunk_top_k_kernel  of each chunk of a row, by one block
-//   row_top_k_kernel    of a row, from the ranks that its chunks gave, or that a dense layer left (stream/dense.cuh)
+//   row_top_k_kernel    of a row, from the ranks that its chunks gave, or that a dense layer left (split_k/dense.cuh)
 //
 // No counters and no memory that must hold something before: the end of the first launch is the grid barrier.
 #pragma once

@@ -74,10 +74,10 @@ inline Status find_launch_options(cudaStream_t stream, bool dependent_launch, in
   return {};
 }
 
-// Whether a MoE layer's tactic can run where `options` says: a streamed one needs all SMs of the device, since its
+// Whether a MoE layer's tactic can run where `options` says: a fused MoE kernel needs all SMs of the device, since its
 // blocks wait for each other.
 inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
-  return !instance.streams_moe() || options.sm_count >= options.device_sms;
+  return !instance.is_fused_moe() || options.sm_count >= options.device_sms;
 }
 
 // Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: if operands are MXFP8 and pairs are few. A

@@ -1,6 +1,6 @@
 """Dense GEMMs with MXFP4 or MXFP8 weights on SM120 and SM121 (``backend="sm12x"``).
 
-Few tokens are one stream of weights, more are a GEMM: of quantized tokens by the
+Few tokens are one split-K GEMM, more are a GEMM: of quantized tokens by the
 block-scaled MMA, else of bfloat16, which holds every value of these formats exactly.
 """
 
@@ -129,7 +129,7 @@ def run_dense(call: DenseCall, token_format: int, enable_pdl: bool, tactic: int 
         row = DENSE_INSTANCES[tactic]
     module = get_sm12x_dense_module()
     workspace = None
-    if not row.streamed:
+    if not row.split_k:
         size = module.sm12x_dense_gemm_workspace_size(x.shape[0], k, row.index, token_format)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     call = call._replace(
@@ -170,7 +170,7 @@ class Sm12xDenseRunner(TunableRunner):
             for row in DENSE_INSTANCES
             if row.weights == weights_of(call.weight)
             and row.longest_k >= call.k
-            and (2 * row.token_tile >= call.x.shape[0] if row.streamed else row.operand == operand)
+            and (2 * row.token_tile >= call.x.shape[0] if row.split_k else row.operand == operand)
         ]
 
     def forward(self, inputs: List[Any], tactic: int = -1, do_preparation: bool = False, **kwargs) -> torch.Tensor:

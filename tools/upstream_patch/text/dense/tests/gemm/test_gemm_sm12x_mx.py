@@ -124,7 +124,7 @@ def test_every_row(row, device):
     check_within_bound(_run_row(row, inputs), *dense_reference(inputs), f"{row.name}, seed 7")
 
 
-@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.streamed], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.split_k], ids=lambda row: row.name)
 @pytest.mark.parametrize("tokens", ["mxfp8", "mxfp4"])
 def test_a_stream_takes_quantized_tokens(row, tokens, device):
     case = DenseCase(row.token_tile, 72, 160, row.weights, tokens)
@@ -148,8 +148,8 @@ def test_what_is_chosen():
             for m in (1, 8, 9, 16, 17, 64, 128, 4096):
                 row = choose_instance(weights, m, 5120, k, operand, 48)
                 assert row.weights == weights and row.longest_k >= k
-                assert row.operand == operand or row.streamed
-                assert not row.streamed or m <= 2 * row.token_tile  # two passes
+                assert row.operand == operand or row.split_k
+                assert not row.split_k or m <= 2 * row.token_tile  # two passes
         assert choose_instance(weights, 1, 5120, 2880, operand, 48).streamed
         tiles = [row.token_tile for row in DENSE_INSTANCES if (row.weights, row.operand) == (weights, operand)]
         assert choose_instance(weights, 4096, 5120, 2880, operand, 48).token_tile == max(tiles)
@@ -182,7 +182,7 @@ def test_the_autotuner_times_what_takes_the_call_and_the_fastest_is_used(operato
         _run(operator, inputs)
     rows = [DENSE_INSTANCES[place] for place in set(asked) - {-1}]
     assert fastest in asked
-    assert all(row.weights == weights and (row.streamed or row.operand == tokens) for row in rows)
+    assert all(row.weights == weights and (row.split_k or row.operand == tokens) for row in rows)
     out = _run(operator, inputs)
     assert used[-1] == fastest
     check_within_bound(out, *dense_reference(inputs), "seed 13")

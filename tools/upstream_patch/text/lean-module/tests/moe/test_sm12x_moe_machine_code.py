@@ -75,7 +75,7 @@ def kernels() -> dict[str, Kernel]:
     return {name: Kernel(*usage[name], codes[name]) for name in usage}
 
 
-_PAIRS = [row for row in INSTANCES if not row.streamed]
+_PAIRS = [row for row in INSTANCES if not row.split_k]
 EVERY_PAIR = pytest.mark.parametrize("row", _PAIRS, ids=lambda row: row.name)
 # Numbers of elements in types.h, and what the tensor instructions of a row multiply.
 ELEMENTS = {"mxfp8": 0, "bf16": 2, "mxfp4": 3, "nvfp4": 6}

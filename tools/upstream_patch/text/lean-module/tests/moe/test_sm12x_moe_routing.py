@@ -17,12 +17,12 @@ from tests.test_helpers.sm12x_moe_reference import MoEInputs, moe_reference
 
 device = pytest.fixture(sm12x_device, name="device")
 WIDE = TENSOR_CORE
-_PAIRS = [row for row in INSTANCES if not row.streamed]
+_PAIRS = [row for row in INSTANCES if not row.split_k]
 EIGHT_BIT = [row for row in _PAIRS if row.activation == "mxfp8"]
 SIXTEEN_BIT = [row for row in _PAIRS if row.activation == "bf16"]
 ROWS = INSTANCES
 # The narrowest of what routes, packs and adds up in ways of its own.
-EACH_KIND = list({(row.streamed, row.multiplies, row.weights): row for row in reversed(INSTANCES)}.values())
+EACH_KIND = list({(row.split_k, row.multiplies, row.weights): row for row in reversed(INSTANCES)}.values())
 EACH_MODE = pytest.mark.parametrize(
     "mode,instance",
     [(0, EIGHT_BIT[0]), (1, EIGHT_BIT[0]), (2, SIXTEEN_BIT[0])],

@@ -14,7 +14,7 @@ import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.heuristics import expected_rows, narrowest_that_holds
-from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, STREAM_PAIRS, Format, Instance, index_of
+from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, FUSED_MOE_PAIRS, Format, Instance, index_of
 from ..jit.sm12x.moe import gen_sm12x_moe_module
 from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (
@@ -46,9 +46,9 @@ def workspace_bytes(problem: MoEProblem) -> int:
     return get_sm12x_moe_module().sm12x_moe_workspace_size(*sizes, int(problem.mode), False)
 
 
-# The streamed layer reads every weight once for each tile of 8 tokens: it is chosen as long as an expert that is hit
+# The fused MoE kernel reads every weight once for each tile of 8 tokens: it is chosen as long as an expert that is hit
 # can expect no more rows than this.
-STREAMED_ROWS = 4.5
+FUSED_MOE_ROWS = 4.5
 
 
 def choose_moe(
@@ -56,16 +56,16 @@ def choose_moe(
 ) -> Instance:
     """The row for a layer; ``num_rows`` is tokens times top_k.
 
-    Blocks of a streamed layer wait for each other, so that without ``all_sms`` of the device only pairs of GEMMs are
-    chosen from.
+    Blocks of a fused MoE kernel wait for each other, so that without ``all_sms`` of the device only two-kernel tactics
+    are chosen from.
     """
     rows = expected_rows(num_rows, num_experts)
     fitting = [row for row in INSTANCES if (row.activation, row.weights) == (activation, weights)]
-    if all_sms and rows <= STREAMED_ROWS:
+    if all_sms and rows <= FUSED_MOE_ROWS:
         for row in fitting:
-            if row.streamed and row.takes(num_rows, hidden, inter):
+            if row.split_k and row.takes(num_rows, hidden, inter):
                 return row
-    return narrowest_that_holds(rows, [row for row in fitting if not row.streamed])
+    return narrowest_that_holds(rows, [row for row in fitting if not row.split_k])
 
 
 def default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int]:

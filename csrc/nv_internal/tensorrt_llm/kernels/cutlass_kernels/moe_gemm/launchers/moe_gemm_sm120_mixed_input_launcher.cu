@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A layer is three launches, prologue, FC1 and FC2, or four, tokens being packed behind the prologue. A streamed layer
-// is two, of which the first packs W4A8's tokens and zeroes the counters of the second's grid barriers; of W4A16 with
-// counters that a caller keeps it is one. Everything their parameters need is computed here from sizes alone.
+// A layer is three launches, prologue, FC1 and FC2, or four, tokens being packed behind the prologue. A fused MoE
+// kernel is two, of which the first packs W4A8's tokens and zeroes the counters of the second's grid barriers; of W4A16
+// with counters that a caller keeps it is one. Everything their parameters need is computed here from sizes alone.
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
@@ -33,15 +33,15 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   Arena arena(base);
   const size_t pairs = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
-  // Room for whatever tactic comes: act is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a streamed
-  // layer's float32; tokens are e4m3, or packed, for a pair of GEMMs one row for each pair.
+  // Room for whatever tactic comes: act is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a fused
+  // MoE kernel's float32; tokens are e4m3, or packed, for the two-kernel path one row for each pair.
   const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kW4A16;
-  const size_t streamed_tokens = std::min<size_t>(s.num_tokens, kStreamPairs / s.top_k);
-  const size_t act_bytes = s.inter * std::max(pairs, streamed_tokens * s.top_k * sizeof(float));
+  const size_t fused_moe_tokens = std::min<size_t>(s.num_tokens, kFusedMoePairs / s.top_k);
+  const size_t act_bytes = s.inter * std::max(pairs, fused_moe_tokens * s.top_k * sizeof(float));
   w.act = arena.take<uint8_t>(std::max(act_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
   w.act_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kHalfInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
-  const size_t packed_rows = as_bf16 ? pairs : streamed_tokens;
+  const size_t packed_rows = as_bf16 ? pairs : fused_moe_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
   w.token_scales = arena.take<uint8_t>(
       s.mode == MoeMode::kW4A16 ? 0 : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
@@ -82,45 +82,45 @@ Status launch_pack_tokens(const PackTokensParams& params, const LaunchOptions& o
           "packing of tokens"};
 }
 
-Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
+Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
   const Instance& instance = *a.fc1_instance;
   const int pairs = s.num_tokens * s.top_k;
-  static_assert(kFewPairs == 32 && kRouterMaxExperts == 512 && kStreamPairs == 1536, "texts below say so");
+  static_assert(kFewPairs == 32 && kRouterMaxExperts == 512 && kFusedMoePairs == 1536, "texts below say so");
   if (a.fc1_instance != a.fc2_instance) {
-    return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
+    return {cudaErrorInvalidValue, "a fused MoE tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
   if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts_total > kRouterMaxExperts)) {
     return {cudaErrorInvalidValue,
-            "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
+            "a fused MoE kernel chooses experts of at most 32 (token, slot) pairs, of at most 512"};
   }
-  if (pairs > kStreamPairs) {
-    return {cudaErrorInvalidValue, "a streamed tactic takes at most 1536 (token, slot) pairs"};
+  if (pairs > kFusedMoePairs) {
+    return {cudaErrorInvalidValue, "a fused MoE tactic takes at most 1536 (token, slot) pairs"};
   }
   if (!takes_sms(instance, options)) {
-    return {cudaErrorInvalidValue, "a streamed tactic needs all SMs of the device, and this stream has fewer"};
+    return {cudaErrorInvalidValue, "a fused MoE tactic needs all SMs of the device, and this stream has fewer"};
   }
 
-  StreamedLayerParams p = {};
+  FusedMoeParams p = {};
   const ExpertWeights matrices[2] = {a.fc1, a.fc2};
   for (int i = 0; i < 2; ++i) {
     if (reinterpret_cast<uintptr_t>(matrices[i].bias) % 16 != 0) {
       return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
     }
-    const StreamedGemmPlan plan =
-        moe_stream_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile,
-                        i == 0 ? a.fc1_parts() : 1, i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
+    const SplitKGemmPlan plan =
+        fused_moe_gemm_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile,
+                            i == 0 ? a.fc1_parts() : 1, i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
     p.gemm[i] = plan.make();
-    if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
+    if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this fused MoE tactic"};
     p.stage_bytes = std::max(p.stage_bytes, plan.stage_bytes(p.gemm[i]));
   }
-  p.stages = std::min((options.shared_bytes - StreamStorage::kRing) / p.stage_bytes, kMaxStreamStages);
-  if (p.stages < 2 || p.stages * p.stage_bytes < StreamStorage::kRouting) {
-    return {cudaErrorInvalidValue, "two stages of this streamed tactic do not fit shared memory"};
+  p.stages = std::min((options.shared_bytes - FusedMoeStorage::kRing) / p.stage_bytes, kMaxSplitKStages);
+  if (p.stages < 2 || p.stages * p.stage_bytes < FusedMoeStorage::kRouting) {
+    return {cudaErrorInvalidValue, "two stages of this fused MoE tactic do not fit shared memory"};
   }
-  const int shared_bytes = p.stages * p.stage_bytes + StreamStorage::kRing;
+  const int shared_bytes = p.stages * p.stage_bytes + FusedMoeStorage::kRing;
   if (const cudaError_t error = instance.prepare(options)) {
-    return {error, "this device does not grant the streamed tactic's shared memory"};
+    return {error, "this device does not grant the fused MoE tactic's shared memory"};
   }
   for (int i = 0; i < 2; ++i) {
     if (Status r = encode_scales(matrices[i].scales, s.num_experts, &p.gemm[i]); r.error) return r;
@@ -142,7 +142,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.activation = a.activation;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
-  // A streamed layer splits no units between blocks, so the arrivals' counters are free.
+  // A fused MoE kernel splits no units between blocks, so the arrivals' counters are free.
   p.barrier_counters = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
@@ -158,10 +158,10 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   if (pack.num_tokens > 0 || pack.num_counters > 0) {
     if (Status r = launch_pack_tokens(pack, options); r.error) return r;
   }
-  return {instance.stream_moe(p, shared_bytes, options), "streamed layer"};
+  return {instance.fused_moe(p, shared_bytes, options), "fused MoE kernel"};
 }
 
-Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
+Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
   const int pairs = s.num_tokens * s.top_k;
   if (Status r = check_activations(pairs, std::max(s.hidden, s.inter)); r.error) return r;
@@ -256,9 +256,9 @@ size_t moe_workspace_bytes(const MoeShape& shape, int device_sms) { return lay_o
 Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   const MoeWorkspace w = lay_out(a.shape, options.device_sms, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
-  const bool streamed = a.fc1_instance->streams_moe() || a.fc2_instance->streams_moe();
-  if (!streamed && a.ids == nullptr) return {cudaErrorInvalidValue, "a pair of GEMMs takes expert ids, not logits"};
-  return streamed ? run_streamed_moe(a, w, options) : run_pair(a, w, options);
+  const bool fused = a.fc1_instance->is_fused_moe() || a.fc2_instance->is_fused_moe();
+  if (!fused && a.ids == nullptr) return {cudaErrorInvalidValue, "the two-kernel path takes expert ids, not logits"};
+  return fused ? run_fused_moe(a, w, options) : run_two_kernels(a, w, options);
 }
 
 }  // namespace flashinfer::sm12x

@@ -34,8 +34,8 @@ struct MoeArguments {
   void* output;
   ScalarType output_type;
 
-  // Only a streamed layer takes these. `router` replaces ids and weights. `barrier`: two counters of the caller's, [0]
-  // zero before and after each launch; null: the workspace's, which a launch in front makes zero.
+  // Only a fused MoE kernel takes these. `router` replaces ids and weights. `barrier`: two counters of the caller's,
+  // [0] zero before and after each launch; null: the workspace's, which a launch in front makes zero.
   ReadAhead next;
   RouterLogits router;
   unsigned* barrier;

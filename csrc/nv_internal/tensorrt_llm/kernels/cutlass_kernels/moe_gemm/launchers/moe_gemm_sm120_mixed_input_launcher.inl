@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "../sm12x_arch_config.h"
-#include "flashinfer/sm12x/stream/dense.cuh"
-#include "flashinfer/sm12x/stream/moe.cuh"
+#include "flashinfer/sm12x/split_k/dense.cuh"
+#include "flashinfer/sm12x/split_k/fused_moe.cuh"
 #include "flashinfer/sm12x/tile/gemm.cuh"
 
 namespace flashinfer::sm12x {
@@ -88,15 +88,15 @@ struct GroupGemmInstance {
 
 // The layer in one launch.
 template <Element kActivation, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
-struct StreamedLayerInstance {
-  using Config = StreamConfig<kActivation, kWeights, kTokenTile, kKBlocks, kMmaWarps>;
-  static constexpr int kFixedBytes = StreamStorage::kRing;
+struct FusedMoeInstance {
+  using Config = FusedMoeConfig<kActivation, kWeights, kTokenTile, kKBlocks, kMmaWarps>;
+  static constexpr int kFixedBytes = FusedMoeStorage::kRing;
   static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
-    const StreamedGemmPlan plan = moe_stream_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts, out, k);
-    const StreamedGemm gemm = plan.make();
+    const SplitKGemmPlan plan = fused_moe_gemm_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts, out, k);
+    const SplitKGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
 
@@ -106,8 +106,8 @@ struct StreamedLayerInstance {
       for (int parts = 1; parts <= 2; ++parts) {
         for (int out : {kScaleBlock, 2 * kScaleBlock}) {
           const int stage = stage_bytes(parts, out, k);
-          const int stages = stage == 0 ? 0 : std::min(kRingBytes / stage, kMaxStreamStages);
-          if (stages < 2 || stages * stage < StreamStorage::kRouting) return false;
+          const int stages = stage == 0 ? 0 : std::min(kRingBytes / stage, kMaxSplitKStages);
+          if (stages < 2 || stages * stage < FusedMoeStorage::kRouting) return false;
         }
       }
     }
@@ -122,27 +122,26 @@ struct StreamedLayerInstance {
   }
 
   static cudaError_t prepare(const LaunchOptions& options) {
-    return grant_shared_memory(streamed_layer_kernel<Config>, options);
+    return grant_shared_memory(fused_moe_kernel<Config>, options);
   }
 
-  static cudaError_t launch(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options) {
-    return launch_kernel(streamed_layer_kernel<Config>, params, options.sm_count, Config::kThreads, shared_bytes,
-                         options,
+  static cudaError_t launch(const FusedMoeParams& params, int shared_bytes, const LaunchOptions& options) {
+    return launch_kernel(fused_moe_kernel<Config>, params, options.sm_count, Config::kThreads, shared_bytes, options,
                          /*cooperative=*/true);
   }
   static Instance describe(int index) {
     Instance instance = {index, kActivation, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
-    instance.stream_moe = launch;
+    instance.fused_moe = launch;
     return instance;
   }
 };
 
-// A dense layer as a stream of weights.
+// A dense layer as a split-K kernel.
 template <Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
-struct DenseStreamInstance {
-  using Shape = StreamShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, true>;
+struct SplitKDenseInstance {
+  using Shape = SplitKShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, true>;
 
   static cudaError_t prepare(const LaunchOptions& options) {
     return grant_shared_memory(dense_layer_kernel<Shape>, options);
@@ -154,7 +153,7 @@ struct DenseStreamInstance {
     Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
-    instance.stream_dense = launch;
+    instance.split_k_dense = launch;
     return instance;
   }
 };

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The layer as one stream of weights, for few tokens: routing, FC1, activation, FC2 and the top-k sum in one launch of
-// one block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
+// The MoE layer as one persistent kernel, for few tokens: routing, FC1, activation, FC2 and the top-k sum in one launch
+// of one block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
 // (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
 // values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
-// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts,
-// up and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's
-// arithmetic waits until all blocks are through with FC1; its weights do not.
+// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts, up
+// and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
+// waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -18,8 +18,8 @@
 //                      warps share K
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the ring
-//   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
-//   rows of a unit     16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//   stages             2 to 16              what fits shared memory (the launcher); at most kMaxSplitKStages
+//   rows of a unit     16, 32 or 64         SplitKGemmPlan (params.h): a slab for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
@@ -70,7 +70,7 @@
 namespace flashinfer::sm12x {
 
 template <Element kActivation_, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
-struct StreamConfig : StreamShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, false> {
+struct FusedMoeConfig : SplitKShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, false> {
   static constexpr Element kActivation = kActivation_;
   // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
   static constexpr int kWideFifths = 6;
@@ -92,7 +92,7 @@ class TokenFragments {
  public:
   // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
   template <class RowOf>
-  static __device__ __forceinline__ void load_input(Blocks& tokens, const StreamedLayerParams& p, int first_k_block,
+  static __device__ __forceinline__ void load_input(Blocks& tokens, const FusedMoeParams& p, int first_k_block,
                                                     int lane, int count, const RowOf& row_of) {
     TokenBlock* const blocks = &tokens[0][0];
     auto load = [&](int i, TokenBlock& to) {
@@ -131,8 +131,8 @@ class TokenFragments {
   // This code runs once for each tile, so its main cost is the fetch of instructions: scale blocks are converted in a
   // loop through which the registers shift, not in unrolled code. If registers can hold a block (kHold), the next one's
   // values load into the registers of converted ones while the others are converted.
-  static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_k_block,
-                                                  int lane, int count, int first) {
+  static __device__ __forceinline__ void load_act(Blocks& tokens, const FusedMoeParams& p, int first_k_block, int lane,
+                                                  int count, int first) {
     const int first_block = first_k_block * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
     TokenBlock* const blocks = &tokens[0][0];
     TokenBlock& last = blocks[kBlocks - 1];
@@ -203,11 +203,11 @@ class TokenFragments {
   }
 };
 
-// The MMA warps of the streamed layer: FC1's units and FC2's, with the tokens of each tile in registers.
+// The MMA warps of the fused MoE kernel: FC1's units and FC2's, with the tokens of each tile in registers.
 template <class Config>
-class StreamMultiplier {
+class FusedMoeMma {
  public:
-  __device__ __forceinline__ StreamMultiplier(const StreamShared& block, int warp, int lane)
+  __device__ __forceinline__ FusedMoeMma(const FusedMoeShared& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
@@ -215,12 +215,12 @@ class StreamMultiplier {
   // the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It must be this
   // loop, not a copy of its code. Its passes: FC1's warm-up, FC1's spans, FC2's warm-up, which ends at act_ready, FC2's
   // spans.
-  __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
+  __device__ __forceinline__ void multiply_units(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
-    StreamScheduler scheduler;  // at FC1, before its first span
-    StreamScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
+    FusedMoeScheduler scheduler;  // at FC1, before its first span
+    FusedMoeScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
     place_ = {shared.stages - 1, 1};  // the slab of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
@@ -255,7 +255,7 @@ class StreamMultiplier {
  private:
   using Tokens = TokenFragments<Config>;
 
-  __device__ __forceinline__ void load_tokens(const StreamedLayerParams& p, int gemm, const TokenTile& tile) {
+  __device__ __forceinline__ void load_tokens(const FusedMoeParams& p, int gemm, const TokenTile& tile) {
     if (gemm == 0) {
       Tokens::load_input(slab_.tokens, p, slab_.first_k_block(), lane_, tile.count(), [&](int token) {
         return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
@@ -268,19 +268,19 @@ class StreamMultiplier {
   // Zeros for one slab in the last stage, which is filled behind the warm-up; not where routing works.
   __device__ __forceinline__ bool prepare_warm_up() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
-    if (!slab_.works() || stage < StreamStorage::kRouting) return false;
+    if (!slab_.works() || stage < FusedMoeStorage::kRouting) return false;
     slab_.clear(stage, high_row_offset_);
     return true;
   }
 
-  __device__ __forceinline__ void enter(const StreamedGemm& g) {
+  __device__ __forceinline__ void enter(const SplitKGemm& g) {
     high_row_offset_ = g.high_row_offset;
     unit_rows_ = g.part_rows();
     slab_.enter(g, shared.stage(0), warp_, lane_);
   }
 
   // Units of one span, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will again.
-  __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count, bool filled) {
+  __device__ __forceinline__ void multiply(const FusedMoeScheduler::Span& span, int count, bool filled) {
     for (int i = 0; i < span.units; ++i) {
       const uint32_t row = slab_.first_row(span.unit + i, unit_rows_);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
@@ -292,19 +292,19 @@ class StreamMultiplier {
     }
   }
 
-  const StreamShared& shared;
+  const FusedMoeShared& shared;
   int warp_, lane_;
   RingPlace place_;
   uint32_t high_row_offset_ = 0, unit_rows_ = 0;  // of the current GEMM
   SlabMultiplier<Config> slab_;
 };
 
-// The epilogue warps of the streamed layer. Four, or as many as there are stages, take turns at the block's units: fill
-// a stage; when the MMA warps are through with it, add their partial sums in K order; fill the stage again with the
-// unit that is due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and
+// The epilogue warps of the fused MoE kernel. Four, or as many as there are stages, take turns at the block's units:
+// fill a stage; when the MMA warps are through with it, add their partial sums in K order; fill the stage again with
+// the unit that is due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and
 // behind FC2, whose partial outputs are then added by all of them.
 template <class Config>
-class StreamEpilogue {
+class FusedMoeEpilogue {
   static constexpr int kSteps = Config::kTokenSteps;
   static constexpr int kWarps = kEpilogueWarps, kThreads = 32 * kWarps;
   // From one epilogue warp's first copies to the next one's: about half a microsecond, less than memory takes for a
@@ -313,8 +313,8 @@ class StreamEpilogue {
   using Sums = float[kSteps][4];
 
  public:
-  __device__ __forceinline__ StreamEpilogue(const StreamedLayerParams& params, const StreamShared& block, int warp,
-                                            int lane)
+  __device__ __forceinline__ FusedMoeEpilogue(const FusedMoeParams& params, const FusedMoeShared& block, int warp,
+                                              int lane)
       : p(params),
         shared(block),
         warp_(warp),
@@ -394,7 +394,7 @@ class StreamEpilogue {
 
   template <int kGemm>
   __device__ __forceinline__ void finish() {
-    const StreamedGemm& g = p.gemm[kGemm];
+    const SplitKGemm& g = p.gemm[kGemm];
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
     const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
     const int outputs = kGemm == 0 ? g.slab_outputs() : kSlabRows;
@@ -486,8 +486,8 @@ class StreamEpilogue {
     }
   }
 
-  const StreamedLayerParams& p;
-  const StreamShared& shared;
+  const FusedMoeParams& p;
+  const FusedMoeShared& shared;
   int warp_, lane_;
   int warps_;
   bool ahead_ = false;  // the next launch's data has been prefetched
@@ -496,10 +496,9 @@ class StreamEpilogue {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    streamed_layer_kernel(const __grid_constant__ StreamedLayerParams p) {
+__global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __grid_constant__ FusedMoeParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  const StreamShared shared(dynamic_shared, p);
+  const FusedMoeShared shared(dynamic_shared, p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();
@@ -529,7 +528,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
 
   if (warp < Config::kMmaWarps) {  // MMA warps
-    StreamMultiplier<Config>(shared, warp, lane).multiply_units(p);
+    FusedMoeMma<Config>(shared, warp, lane).multiply_units(p);
     return;
   }
   // Epilogue warps.
@@ -542,7 +541,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
-  StreamEpilogue<Config>(p, shared, epilogue_warp, lane).finish_units();
+  FusedMoeEpilogue<Config>(p, shared, epilogue_warp, lane).finish_units();
 }
 
 }  // namespace flashinfer::sm12x

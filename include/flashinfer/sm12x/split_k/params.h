@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A GEMM for few tokens as a stream of weights: its sizes, how the warps of a block share K, and the layout of a stage
-// of the ring. dense.cuh and moe.cuh add the source of tokens and the destination of sums.
+// A persistent split-K GEMM for few tokens: its sizes, how the warps of a block share K, and the layout of a stage
+// of the ring. dense.cuh and fused_moe.cuh add the source of tokens and the destination of sums.
 //
-// DenseParams and StreamedLayerParams are the kernel parameters of a dense layer and of a MoE layer.
+// DenseParams and FusedMoeParams are the kernel parameters of a dense layer and of a MoE layer.
 #pragma once
 
 #include <cuda.h>
@@ -16,7 +16,7 @@ namespace flashinfer::sm12x {
 
 constexpr int kSlabRows = 16;  // the M side of an MMA
 constexpr int kMaxGroups = 4;  // a unit's rows of a part, at most 64, lie in one scale chunk
-constexpr int kMaxStreamStages = 16;
+constexpr int kMaxSplitKStages = 16;
 constexpr int kEpilogueWarps = 4;  // of a thread block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
@@ -26,7 +26,7 @@ constexpr int kNarrowTokens = 8;  // the N side of an MMA
 //
 // A matrix has one part, or two of equal size, up and gate. Then a slab takes 8 rows of each, so that a lane has up and
 // gate of one output.
-struct StreamedGemm {
+struct SplitKGemm {
   CUtensorMap scales;  // [matrices x row chunks][scale words along K][128 words]; a box has all scale words of a stage
   const uint8_t* weights;  // [matrices][parts][out][row_bytes]
   int64_t weight_pitch;  // bytes of a matrix
@@ -72,10 +72,10 @@ FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
 // The parameters that are fixed at compile time. Each warp of a group takes kKBlocks K blocks of a slab and keeps that
 // range of the tile's tokens in registers: 16 of them for 8 tokens and one K block.
 //
-// kSliced_: a stream of one matrix of one part with any number of rows; a unit may fill several stages. Otherwise every
+// kSliced_: a GEMM of one matrix of one part with any number of rows; a unit may fill several stages. Otherwise every
 // unit is whole, fills one stage and brings its biases.
 template <Element kWeights_, int kTokenTile_, int kKBlocks_, int kMmaWarps_, bool kSliced_>
-struct StreamShape {
+struct SplitKShape {
   static constexpr bool kSliced = kSliced_;
   static constexpr Element kWeights = kWeights_;
   static constexpr int kTokenTile = kTokenTile_;
@@ -90,15 +90,13 @@ struct StreamShape {
   static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
   static constexpr int kFirstPlaneBytes = kTwoPlanes ? kNibbleBytes : kBlockBytes;  // of a scale block
 
-  static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const StreamedGemm& g) {
-    return !kSliced && g.parts == 2;
-  }
+  static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const SplitKGemm& g) { return !kSliced && g.parts == 2; }
 
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
 };
 
-// How such a stream runs on warps that take `warp_k_blocks` K blocks each. make() returns no groups if K is too long.
-struct StreamedGemmPlan {
+// How such a GEMM runs on warps that take `warp_k_blocks` K blocks each. make() returns no groups if K is too long.
+struct SplitKGemmPlan {
   Element format;
   int warp_k_blocks;
   int mma_warps;
@@ -107,10 +105,10 @@ struct StreamedGemmPlan {
   int out;
   int k;
   int slices;
-  bool sliced;  // StreamShape::kSliced
+  bool sliced;  // SplitKShape::kSliced
 
-  constexpr StreamedGemm make() const {
-    StreamedGemm g = {};
+  constexpr SplitKGemm make() const {
+    SplitKGemm g = {};
     g.parts = parts;
     g.out = out;
     g.k = k;
@@ -149,21 +147,22 @@ struct StreamedGemmPlan {
     return g;
   }
 
-  constexpr int stage_bytes(const StreamedGemm& g) const {
+  constexpr int stage_bytes(const SplitKGemm& g) const {
     const int tail = g.k_blocks * kKBlock > g.k ? g.groups * token_tile / kNarrowTokens * 32 * 16 : 0;
     return round_up(g.tail_offset + tail, 128);
   }
 };
 
-// A stream of a MoE layer: FC1, of two parts if it has gate rows, or FC2. `k_tile`: elements along K that a warp takes.
-constexpr StreamedGemmPlan moe_stream_plan(Element weights, int k_tile, int mma_warps, int token_tile, int parts,
-                                           int out, int k) {
+// A GEMM of the fused MoE kernel: FC1, of two parts if it has gate rows, or FC2. `k_tile`: elements along K that a warp
+// takes.
+constexpr SplitKGemmPlan fused_moe_gemm_plan(Element weights, int k_tile, int mma_warps, int token_tile, int parts,
+                                             int out, int k) {
   return {weights, k_tile / kKBlock, mma_warps, token_tile, parts, out, k, 1, false};
 }
 
 // 128x4 scales as [matrices x row chunks][scale words along K][128 words]; a box has the scale words of a stage for
 // `scale_box_rows` of the 32 rows of each quarter of a chunk.
-inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g) {
+inline Status encode_scales(const uint8_t* scales, int matrices, SplitKGemm* g) {
   const cuuint64_t words = static_cast<cuuint64_t>(g->scale_words);
   const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(matrices) * g->scale_pitch};
   const cuuint64_t strides[2] = {kScaleChunkBytes, words * kScaleChunkBytes};
@@ -187,13 +186,13 @@ struct RowNorm {
 // tile's tokens, one from each warp that shares K, [warps][8].
 struct DenseStorage {
   static constexpr int kMostWarps = 12;
-  static constexpr int kSquares = 8 * 2 * kMaxStreamStages;
+  static constexpr int kSquares = 8 * 2 * kMaxSplitKStages;
   static constexpr int kRing = kSquares + 4 * kMostWarps * kNarrowTokens;
 };
 static_assert(DenseStorage::kRing % 128 == 0);
 
 struct DenseParams {
-  StreamedGemm gemm;
+  SplitKGemm gemm;
   TokenRows tokens;
   int num_tokens;
   bool weights_first;  // weights do not depend on the launch in front: they may be read before it ends
@@ -206,9 +205,9 @@ struct DenseParams {
   int stage_bytes;
 };
 
-constexpr int kStreamPairs = 1536;  // most (token, slot) pairs of a launch
+constexpr int kFusedMoePairs = 1536;  // most (token, slot) pairs of a launch
 // Most tiles of tokens: of each expert the last one may hold a single pair.
-constexpr int kStreamTiles = kMaxLocalExperts + (kStreamPairs - kMaxLocalExperts) / kNarrowTokens;
+constexpr int kFusedMoeTiles = kMaxLocalExperts + (kFusedMoePairs - kMaxLocalExperts) / kNarrowTokens;
 constexpr int kFewPairs = 32;  // most pairs that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
@@ -218,8 +217,8 @@ struct RouterLogits {
   int num_experts_total;
 };
 
-struct StreamedLayerParams {
-  StreamedGemm gemm[2];  // FC1: up rows, then gate rows if there are any
+struct FusedMoeParams {
+  SplitKGemm gemm[2];  // FC1: up rows, then gate rows if there are any
   const uint8_t* tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: packed, [K blocks][num_tokens][kPackedRowBytes]
   const int32_t* ids;  // [pairs] global expert ids
   const float* routing_weights;  // [pairs] or null: 1
@@ -241,19 +240,19 @@ struct StreamedLayerParams {
 };
 
 // Shared memory of a block: fixed parts, then the ring, which takes the rest.
-struct StreamStorage {
+struct FusedMoeStorage {
   static constexpr int kUnitRangeBytes = 12;
   static constexpr int kBarriers = 0;  // full, done, then the single ones
-  static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
-  static constexpr int kOrder = kTiles + 4 * kStreamTiles;
-  static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
+  static constexpr int kTiles = kBarriers + 8 * (2 * kMaxSplitKStages + 2);
+  static constexpr int kOrder = kTiles + 4 * kFusedMoeTiles;
+  static constexpr int kUnitRanges = kOrder + 2 * kFusedMoePairs;
   static constexpr int kRing = round_up(kUnitRanges + 2 * kUnitRangeBytes, 128);
   // Ids and weights of a few pairs, behind their order.
   static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
   static_assert(kFewWeights + 4 * kFewPairs <= kUnitRanges);
   static constexpr int kRouting =
-      2 * 4 * kMaxLocalExperts + 4 * kStreamPairs;  // bytes of the ring that routing borrows
+      2 * 4 * kMaxLocalExperts + 4 * kFusedMoePairs;  // bytes of the ring that routing borrows
 };
 
 }  // namespace flashinfer::sm12x

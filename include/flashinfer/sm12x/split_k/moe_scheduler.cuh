@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The order of a block's work in the streamed layer, and its shared memory. Every role of a block follows the same
+// The order of a block's work in the fused MoE kernel, and its shared memory. Every role of a block follows the same
 // sequence: its range of FC1's units, then its range of FC2's. A unit is one stage of the ring.
 //
 // Routing makes the tiles of tokens on the way: route_many, route_few.
@@ -23,7 +23,7 @@ constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 struct TokenTile {
   uint32_t packed;
 
-  static_assert(kMaxLocalExperts <= 1 << 16 && kStreamPairs <= 1 << 11, "fields of 16, 11 and 5 bits");
+  static_assert(kMaxLocalExperts <= 1 << 16 && kFusedMoePairs <= 1 << 11, "fields of 16, 11 and 5 bits");
   static __device__ __forceinline__ TokenTile make(int expert, int first, int count) {
     return {static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << 16 | static_cast<uint32_t>(count) << 27};
   }
@@ -42,8 +42,9 @@ struct UnitRange {
   int begin, end, first_tile;
 
   // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
-  // kStreamTiles tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
-  static_assert(int64_t{kStreamTiles} * 576 * 6 * 512 < int64_t{1} << 32, "of up to 512 SMs");
+  // kFusedMoeTiles tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's
+  // SMs.
+  static_assert(int64_t{kFusedMoeTiles} * 576 * 6 * 512 < int64_t{1} << 32, "of up to 512 SMs");
   static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
     const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
     const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;
@@ -56,12 +57,12 @@ struct UnitRange {
   }
 };
 
-// A block's shared memory (StreamStorage).
-struct StreamShared : StreamRing<StreamStorage::kRing> {
-  using Storage = StreamStorage;
+// A block's shared memory (FusedMoeStorage).
+struct FusedMoeShared : SplitKRing<FusedMoeStorage::kRing> {
+  using Storage = FusedMoeStorage;
 
-  __device__ __forceinline__ StreamShared(char* dynamic, const StreamedLayerParams& p)
-      : StreamRing{dynamic, p.stages, p.stage_bytes} {}
+  __device__ __forceinline__ FusedMoeShared(char* dynamic, const FusedMoeParams& p)
+      : SplitKRing{dynamic, p.stages, p.stage_bytes} {}
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
   // FC1's, FC2's.
@@ -77,9 +78,9 @@ struct StreamShared : StreamRing<StreamStorage::kRing> {
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
-  __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxStreamStages); }
+  __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxSplitKStages); }
   // The MMA warps have warmed up in the last stage.
-  __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxStreamStages + 1); }
+  __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxSplitKStages + 1); }
 
  private:
   template <class T>
@@ -90,7 +91,7 @@ struct StreamShared : StreamRing<StreamStorage::kRing> {
 
 // The block's units, span by span: a span is consecutive units of one GEMM and one tile. Only `gemm` and `tile` live
 // on; the rest is computed anew at each span, rather than held in registers.
-class StreamScheduler {
+class FusedMoeScheduler {
  public:
   int gemm = 0;  // 0: FC1, 1: FC2, 2: the end
   int tile = -1;
@@ -102,7 +103,7 @@ class StreamScheduler {
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }
 
-  __device__ __forceinline__ Span next_span(const StreamedLayerParams& p, const StreamShared& shared) {
+  __device__ __forceinline__ Span next_span(const FusedMoeParams& p, const FusedMoeShared& shared) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
       const UnitRange range = shared.unit_ranges()[gemm];
       const int units = p.gemm[gemm].units;
@@ -117,8 +118,7 @@ class StreamScheduler {
 // Every `stride`-th unit of the block, from unit `first` on.
 class StridedUnits {
  public:
-  __device__ __forceinline__ StridedUnits(const StreamedLayerParams& p, const StreamShared& shared, int first,
-                                          int stride)
+  __device__ __forceinline__ StridedUnits(const FusedMoeParams& p, const FusedMoeShared& shared, int first, int stride)
       : at_(first), stride_(stride) {
     span_ = scheduler_.next_span(p, shared);
     settle(p, shared);
@@ -127,21 +127,21 @@ class StridedUnits {
   __device__ __forceinline__ int tile() const { return scheduler_.tile; }
   __device__ __forceinline__ int unit() const { return span_.unit + at_; }
   __device__ __forceinline__ bool ended() const { return scheduler_.ended(); }
-  __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamShared& shared) {
+  __device__ __forceinline__ void advance(const FusedMoeParams& p, const FusedMoeShared& shared) {
     at_ += stride_;
     settle(p, shared);
   }
 
  private:
-  __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamShared& shared) {
+  __device__ __forceinline__ void settle(const FusedMoeParams& p, const FusedMoeShared& shared) {
     while (!scheduler_.ended() && at_ >= span_.units) {
       at_ -= span_.units;
       span_ = scheduler_.next_span(p, shared);
     }
   }
 
-  StreamScheduler scheduler_;
-  StreamScheduler::Span span_;
+  FusedMoeScheduler scheduler_;
+  FusedMoeScheduler::Span span_;
   int at_;  // in the span
   int stride_;
 };
@@ -150,7 +150,7 @@ class StridedUnits {
 template <int kTokenTile>
 class ExpertSums {
   static constexpr int kWide = 11, kNarrow = 21;  // their lowest bits
-  static_assert(kStreamPairs < 1 << kWide && kStreamTiles < 1 << (kNarrow - kWide), "fields of 11, 10 and 11 bits");
+  static_assert(kFusedMoePairs < 1 << kWide && kFusedMoeTiles < 1 << (kNarrow - kWide), "fields of 11, 10 and 11 bits");
 
  public:
   uint32_t packed = 0;
@@ -171,7 +171,7 @@ class ExpertSums {
 // pairs' local experts, which the whole block has left in shared memory. Lane 0's experts come first, then lane 1's: a
 // tile is computed alike wherever it stands.
 template <class Config>
-__device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamShared& shared, int lane) {
+__device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const FusedMoeShared& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
   using Sums = ExpertSums<kTile>;
   int* counts = shared.routing_counts();
@@ -181,7 +181,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   __syncwarp();
   // A pair's place among those of its expert, kept beside the expert.
   constexpr int kPlace = 16;
-  static_assert(kMaxLocalExperts <= 1 << kPlace && kStreamPairs <= 1 << (31 - kPlace));
+  static_assert(kMaxLocalExperts <= 1 << kPlace && kFusedMoePairs <= 1 << (31 - kPlace));
 #pragma unroll 1
   for (int base = 0; base < p.num_pairs; base += 32) {
     const int pair = base + lane, expert = pair < p.num_pairs ? experts[pair] : -1;
@@ -218,7 +218,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
 
 // Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by
 // its router's logits, a token to an epilogue warp.
-__device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, const StreamShared& shared, int warp,
+__device__ __forceinline__ void find_few_experts(const FusedMoeParams& p, const FusedMoeShared& shared, int warp,
                                                  int lane) {
   if (p.router.logits == nullptr) {
     if (warp == 0 && lane < p.num_pairs) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, c
 // The same as route_many for a few pairs, one a lane, with experts in order: every lane counts those that come before
 // its own. At one token, routing is part of what nothing hides.
 template <class Config>
-__device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamShared& shared, int expert,
+__device__ __forceinline__ TileCounts route_few(const FusedMoeParams& p, const FusedMoeShared& shared, int expert,
                                                 int lane) {
   int place = 0, of_expert = 0, before_in_expert = 0;
   for (int other = 0; other < p.num_pairs; ++other) {

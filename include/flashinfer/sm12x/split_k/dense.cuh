@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A dense layer for few tokens, out = tokens * weights^T, as one stream of weights: the smallest use of the streamed
-// GEMM (gemm.cuh), and the place to begin reading. The MoE layer (moe.cuh) is two such streams with routing in front
-// and a grid barrier between them.
+// A dense layer for few tokens, out = tokens * weights^T, as one persistent kernel with in-block split-K (K is split
+// over the MMA warps of a thread block): the smallest use of gemm.cuh, and the place to begin reading. The fused MoE
+// kernel (fused_moe.cuh) is two such GEMMs with routing before them and a grid barrier between them.
 //
 // One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three
 // roles:
@@ -21,7 +21,7 @@
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
-//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//   weight rows        16, 32 or 64         SplitKGemmPlan (params.h): a slab for each group of MMA warps
 //
 // bfloat16 tokens of a narrow tile may be normed as they are loaded (RowNorm). A warp that has no more stages to fill
 // prefetches for the next launch (ReadAhead).
@@ -37,7 +37,7 @@
 
 namespace flashinfer::sm12x {
 
-struct DenseRing : StreamRing<DenseStorage::kRing> {
+struct DenseRing : SplitKRing<DenseStorage::kRing> {
   // Sums of squares of the tokens, one from each of the warps that share K.
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
 };
@@ -263,7 +263,7 @@ template <class Shape>
 __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
                                                   int warp, int lane) {
   using Slab = SlabMultiplier<Shape>;
-  const StreamedGemm& g = p.gemm;
+  const SplitKGemm& g = p.gemm;
   const int ring_units = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
   if (warp >= epilogue_warps) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();

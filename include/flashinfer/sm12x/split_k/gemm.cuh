@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The streamed GEMM on the device, for dense.cuh and moe.cuh: the ring of stages, the copies that fill a stage, the
-// multiply of one slab, and the sum over the warps that share K.
+// The split-K GEMM on the device, for dense.cuh and fused_moe.cuh: the ring of stages, the copies that fill a stage,
+// the multiply of one slab, and the sum over the warps that share K.
 //
 // Lane 4g + t of an MMA warp holds scale block t of a K block, of weight rows g and g + 8 and of tokens g. The order of
 // K inside a block is free as long as both operands agree.
@@ -43,12 +43,12 @@ __device__ __forceinline__ void shift_blocks(TokenBlock* blocks) {
 
 // Barriers of the stages at the start of a block's shared memory, the ring `kOffset` bytes behind it.
 template <int kOffset>
-struct StreamRing {
+struct SplitKRing {
   char* base;
   int stages;
   int stage_bytes;
 
-  static constexpr int kBarrierBytes = 8 * 2 * kMaxStreamStages;
+  static constexpr int kBarrierBytes = 8 * 2 * kMaxSplitKStages;
   static_assert(kOffset >= kBarrierBytes && kOffset % 128 == 0, "copies of tensor maps go to multiples of 128 bytes");
 
   __device__ __forceinline__ uint8_t* stage(int i) const {
@@ -56,7 +56,7 @@ struct StreamRing {
   }
   // A stage's copies have landed; its partial sums are complete.
   __device__ __forceinline__ uint64_t* full(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxStreamStages + stage); }
+  __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxSplitKStages + stage); }
 
  protected:
   __device__ __forceinline__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base) + i; }
@@ -85,7 +85,7 @@ struct RingPlace {
 // Fills a stage with a unit of a matrix: weights, their scales and biases. One thread calls it when no warp uses the
 // stage any more; it arrives at `full`, and the rest of its warp must.
 template <class Ring>
-__device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ring, int stage, int matrix, int unit) {
+__device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring, int stage, int matrix, int unit) {
   const int rows = g.part_rows(), bytes = rows * g.row_bytes, box_bytes = g.scale_box_bytes();
   const int bias_bytes = g.bias != nullptr ? rows * g.bias_bytes() : 0;
   uint8_t* to = ring.stage(stage);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ri
 
 // The same for a slice of a unit, of one matrix of one part; row by row where a stage pads rows. One warp calls it.
 template <class Ring>
-__device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ring, int stage, int unit, int slice,
+__device__ __forceinline__ void fill_slice(const SplitKGemm& g, const Ring& ring, int stage, int unit, int slice,
                                            int lane) {
   const int rows = g.part_rows(), first = unit * rows, valid = min(rows, g.out - first);
   const int bytes = min(g.slice_bytes, g.row_bytes - slice * g.slice_bytes);
@@ -166,7 +166,7 @@ struct LaneRows {
   int low, high;  // byte offsets of the stage's first slab
   int next_slab;  // from a slab to the next
 
-  __device__ __forceinline__ LaneRows(const StreamedGemm& g, int row) {
+  __device__ __forceinline__ LaneRows(const SplitKGemm& g, int row) {
     low = row * g.pitch;
     high = low + (Shape::two_parts(g) ? g.part_rows() : 8) * g.pitch;
     next_slab = g.slab_outputs() * g.pitch;
@@ -183,8 +183,8 @@ struct PartialPlace {
   int next_slab;
 
   // `warp` is one of the stage's warps, `first_k_block` the stage's first.
-  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows<Shape>& rows, int first_k_block,
-                                          int warp, int lane) {
+  __device__ __forceinline__ PartialPlace(const SplitKGemm& g, const LaneRows<Shape>& rows, int first_k_block, int warp,
+                                          int lane) {
     const int k_block = warp * Shape::kKBlocks, t = lane % 4;
     const bool within = ((first_k_block + k_block) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
     const int tail = g.tail_offset + lane * 16;
@@ -217,7 +217,7 @@ class SlabMultiplier {
 
   // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
   // work.
-  __device__ __forceinline__ void enter(const StreamedGemm& g, const void* first_stage, int warp, int lane) {
+  __device__ __forceinline__ void enter(const SplitKGemm& g, const void* first_stage, int warp, int lane) {
     const unsigned unit_warps = Shape::kSliced ? g.stage_warps * g.slices : g.k_warps;
     const unsigned group = static_cast<unsigned>(warp) / unit_warps;
     const int group_warp = warp - group * unit_warps;
@@ -292,7 +292,7 @@ class SlabMultiplier {
   }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
-  // Leaves partial sums there. `high_row_offset`: StreamedGemm's; launches of one GEMM need not keep it in a register.
+  // Leaves partial sums there. `high_row_offset`: SplitKGemm's; launches of one GEMM need not keep it in a register.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t high_row_offset) const {
     if (kSteps == 1 || count > kNarrowTokens) {
       multiply_slab<kSteps>(stage, row, high_row_offset);
@@ -452,7 +452,7 @@ class SlabMultiplier {
 // the same on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g
 // + 8.
 template <class Shape>
-__device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int slice, int slab, int row,
+__device__ __forceinline__ void add_partials(const SplitKGemm& g, const uint8_t* stage, int slice, int slab, int row,
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
   const LaneRows<Shape> rows(g, row);
   const int warps = Shape::kSliced ? min(g.stage_warps, g.k_warps - slice * g.stage_warps) : g.k_warps;
