@@ -34,14 +34,15 @@ struct DenseArguments {
   size_t workspace_bytes;
 };
 
-// A ring's stages: whole units of `g`, so that a stage always holds the same slice. A warp waits only for stages of its
-// own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one for it.
+// A ring's stages: whole work tiles of `g`, so that a stage always holds the same slice. A warp waits only for stages
+// of its own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one for
+// it.
 inline int ring_stages(const SplitKGemm& g, int ring_bytes, int stage_bytes) {
   return std::min(ring_bytes / stage_bytes, kMaxSplitKStages) / g.slices * g.slices;
 }
 
-// Slices of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
-// under way), else as many as give it most.
+// Slices of a work tile: as few as leave the ring five stages or more (one being multiplied, one being finished, the
+// others under way), else as many as give it most.
 inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   SplitKGemm best = {};
   const int warp_k_blocks = instance.k_tile / kKBlock;
@@ -86,7 +87,7 @@ inline Status run_split_k_dense(const DenseArguments& a, const LaunchOptions& op
     return {cudaErrorInvalidValue,
             "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight"};
   }
-  const int blocks = std::min(p.gemm.units, options.sm_count);
+  const int blocks = std::min(p.gemm.work_tiles, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);
   return {a.instance->split_k_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
 }
@@ -176,15 +177,17 @@ inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspac
   return launch_prologue(prologue, options);
 }
 
-// Blocks of a dense GEMM; `blocks` fill the device. On SM12x, one block for each unit if that keeps memory busy:
-// partial sums of units that are cut are written and read again, up to a third of the bytes of a small layer's weights.
-// With two blocks for five SMs, 0.7 MB of weights are in flight on a GB10, three times what its latency requires. Wide
-// tiles need more SMs, for their arithmetic.
+// Blocks of a dense GEMM; `blocks` fill the device. On SM12x, one block for each work tile if that keeps memory busy:
+// partial sums of work tiles that are cut are written and read again, up to a third of the bytes of a small layer's
+// weights. With two blocks for five SMs, 0.7 MB of weights are in flight on a GB10, three times what its latency
+// requires. Wide tiles need more SMs, for their arithmetic.
 inline int dense_blocks(const DenseArguments& a, const LaunchOptions& options, int blocks) {
-  const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
+  const int64_t work_tiles =
+      static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
   const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
-  const bool whole = options.sm12x && units <= blocks && 100 * units >= busy_percent * int64_t{options.sm_count};
-  return whole ? static_cast<int>(units) : blocks;
+  const bool whole =
+      options.sm12x && work_tiles <= blocks && 100 * work_tiles >= busy_percent * int64_t{options.sm_count};
+  return whole ? static_cast<int>(work_tiles) : blocks;
 }
 
 inline size_t dense_gemm_workspace_bytes(const Instance& instance, int num_tokens, int k, TokenFormat format,

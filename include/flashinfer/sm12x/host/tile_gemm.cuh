@@ -85,7 +85,8 @@ inline Status grid_blocks(const Instance& instance, Role role, int num_experts, 
   return {};
 }
 
-// Fills in the fields that all roles have: a matrix [experts][rows][k], and where partial sums of its split units go.
+// Fills in the fields that all roles have: a matrix [experts][rows][k], and where partial sums of its split work tiles
+// go.
 template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {

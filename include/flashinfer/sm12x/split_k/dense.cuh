@@ -4,11 +4,11 @@
 // over the MMA warps of a thread block): the smallest use of gemm.cuh, and the place to begin reading. The fused MoE
 // kernel (fused_moe.cuh) is two such GEMMs with routing before them and a grid barrier between them.
 //
-// One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three
-// roles:
+// One block per SM. Block b computes work tiles b, b + blocks, ... of the weight rows, once for each tile of tokens.
+// Three roles:
 //
-//   epilogue warps   take turns at the units: fill the ring's stages with weights as long as
-//                    there are free ones; when the MMA warps are through with a unit, add their
+//   epilogue warps   take turns at the work tiles: fill the ring's stages with weights as long as
+//                    there are free ones; when the MMA warps are through with a work tile, add their
 //                    partial sums in K order, fill its stages again, and store the outputs
 //   MMA warps        each holds its range of K of a tile's tokens in registers, and multiplies it
 //                    with the same range of every weight row that comes through the ring
@@ -173,39 +173,40 @@ struct RowFactors {
   }
 };
 
-// A block's work: `units` of the weights for each tile of tokens, `steps` in all, units of the first tile first.
+// A block's work: `work_tiles` of the weights for each tile of tokens, `steps` in all, work tiles of the first tile
+// first.
 struct DenseWork {
-  int units, tiles, steps;
+  int work_tiles, tiles, steps;
 
   __device__ __forceinline__ DenseWork(const DenseParams& p, int token_tile)
-      : units(ceil_div(p.gemm.units - static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
+      : work_tiles(ceil_div(p.gemm.work_tiles - static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
         tiles(ceil_div(p.num_tokens, token_tile)),
-        steps(units * tiles) {}
+        steps(work_tiles * tiles) {}
 };
 
 // Where a block is in it.
 struct DenseStep {
-  int unit, tile;  // the block's unit-th
+  int work_tile, tile;  // the block's work_tile-th
 
-  __device__ __forceinline__ DenseStep(const DenseWork& work, int step) : unit(step), tile(0) { settle(work); }
+  __device__ __forceinline__ DenseStep(const DenseWork& work, int step) : work_tile(step), tile(0) { settle(work); }
   __device__ __forceinline__ void advance(const DenseWork& work, int steps) {
-    unit += steps;
+    work_tile += steps;
     settle(work);
   }
   __device__ __forceinline__ bool ended(const DenseWork& work) const { return tile >= work.tiles; }
-  // This unit's number among the weight's.
-  __device__ __forceinline__ int weight_unit() const {
-    return static_cast<int>(blockIdx.x) + unit * static_cast<int>(gridDim.x);
+  // This work tile's number among the weight's.
+  __device__ __forceinline__ int weight_work_tile() const {
+    return static_cast<int>(blockIdx.x) + work_tile * static_cast<int>(gridDim.x);
   }
 
  private:
   __device__ __forceinline__ void settle(const DenseWork& work) {
-    for (; unit >= work.units && tile < work.tiles; ++tile) unit -= work.units;
+    for (; work_tile >= work.work_tiles && tile < work.tiles; ++tile) work_tile -= work.work_tiles;
   }
 };
 
 template <class Shape>
-__device__ __forceinline__ void multiply_units(const DenseParams& p, const DenseRing& ring, int warp, int lane) {
+__device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const DenseRing& ring, int warp, int lane) {
   SlabMultiplier<Shape> slab;
   slab.enter(p.gemm, ring.stage(0), warp, lane);
   if (!slab.belongs()) return;
@@ -225,8 +226,8 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
       }
     }
     if (!loaded) load_tokens<Shape>(p, slab, first, count, lane);
-    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
-      const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
+    for (int work_tile = static_cast<int>(blockIdx.x); work_tile < p.gemm.work_tiles; work_tile += ptx::grid_blocks()) {
+      const uint32_t row = slab.first_row(work_tile, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
       if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.high_row_offset);
       __syncwarp();
@@ -264,7 +265,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
                                                   int warp, int lane) {
   using Slab = SlabMultiplier<Shape>;
   const SplitKGemm& g = p.gemm;
-  const int ring_units = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
+  const int ring_work_tiles = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
   if (warp >= epilogue_warps) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
   // Prime one stage per epilogue warp, so that later stages do not queue ahead of the first weights and of code. Not
@@ -272,13 +273,13 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   const bool one_by_one = g.slices == 1 || epilogue_warps == 1;
   for (int stage = warp; stage < min(ring.stages, work.steps * g.slices); stage += epilogue_warps) {
     if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
-    fill_slice(g, ring, stage, DenseStep(work, stage / g.slices).weight_unit(), stage % g.slices, lane);
+    fill_slice(g, ring, stage, DenseStep(work, stage / g.slices).weight_work_tile(), stage % g.slices, lane);
   }
   ptx::wait_for_prerequisite_grids();  // earlier launches have read what the outputs overwrite
 
   const int pitch = static_cast<int>(gridDim.x) * epilogue_warps;
   uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * epilogue_warps + warp : nullptr;
-  if (ranks != nullptr && work.units < epilogue_warps) {  // then a tile may have no unit for this one
+  if (ranks != nullptr && work.work_tiles < epilogue_warps) {  // then a tile may have no work tile for this one
     for (int token = lane; token < p.num_tokens; token += 32) ranks[static_cast<int64_t>(token) * pitch] = 0;
     __syncwarp();
   }
@@ -295,7 +296,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     const int first_token = step.tile * Shape::kTokenTile;
     const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
     for (int slab = 0; slab < g.groups; ++slab) {
-      const int output = (step.weight_unit() * g.groups + slab) * kSlabRows + row;  // and the one 8 rows further on
+      // And the one 8 rows further on
+      const int output = (step.weight_work_tile() * g.groups + slab) * kSlabRows + row;
       float bias[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -311,9 +313,9 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         if (slab == g.groups - 1) {
           __syncwarp();
           DenseStep next = step;
-          next.advance(work, ring_units);
+          next.advance(work, ring_work_tiles);
           if (!next.ended(work)) {
-            fill_slice(g, ring, place.stage, next.weight_unit(), slice, lane);
+            fill_slice(g, ring, place.stage, next.weight_work_tile(), slice, lane);
           } else if (!ahead) {
             ahead = true;
             read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
@@ -365,7 +367,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const _
   }
   __syncthreads();
   if (warp < Shape::kMmaWarps) {
-    multiply_units<Shape>(p, ring, warp, lane);
+    multiply_work_tiles<Shape>(p, ring, warp, lane);
   } else {  // epilogue warps
     run_epilogue_warp<Shape>(p, ring, DenseWork(p, Shape::kTokenTile), warp - Shape::kMmaWarps, lane);
   }

@@ -4,10 +4,10 @@
 // of one block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
 // (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
 // chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
-// values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
-// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two parts, up
-// and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each. FC2's arithmetic
-// waits until all blocks are through with FC1; its weights do not.
+// values are exact. A block streams its range of FC1's work tiles and, without a gap, its range of FC2's, up to a
+// shared memory full of them under way. A work tile is rows of one expert over all of K, contiguous in memory (in FC1
+// two parts, up and gate, where there are gate rows); an expert with several tiles of tokens is streamed for each.
+// FC2's arithmetic waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -19,7 +19,7 @@
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxSplitKStages
-//   rows of a unit     16, 32 or 64         SplitKGemmPlan (params.h): a slab for each group of MMA warps
+//   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): a slab for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
@@ -34,7 +34,7 @@
 //     stage; arrive at warmed_up             kEpilogueBarrier; arrive at kRoutedBarrier
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              ring's last one after warmed_up
-//   each unit of the block:                  every warp that fills, each unit that it finishes:
+//   each work tile of the block:             every warp that fills, each work tile that it finishes:
 //     of another tile than before: tokens      wait for done[stage]
 //       from global memory into registers,     of each slab: read its biases; add the partial sums of the
 //       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last slab's
@@ -53,9 +53,9 @@
 //
 // A warp that has no more stages to fill prefetches for the next launch (ReadAhead).
 //
-// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A block's
-// unit u has stage u % stages. Warp w of the F that fill finishes units w, w + F, ...; it then refills the emptied
-// stage with unit u + stages, which may be another warp's to finish.
+// A stage holds a work tile's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A
+// block's work tile u has stage u % stages. Warp w of the F that fill finishes work tiles w, w + F, ...; it then
+// refills the emptied stage with work tile u + stages, which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
@@ -72,7 +72,8 @@ namespace flashinfer::sm12x {
 template <Element kActivation_, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
 struct FusedMoeConfig : SplitKShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, false> {
   static constexpr Element kActivation = kActivation_;
-  // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
+  // A tile of more than eight tokens is wide: a work tile of it takes this many fifths of the time of others (on an
+  // H200).
   static constexpr int kWideFifths = 6;
 };
 
@@ -203,7 +204,7 @@ class TokenFragments {
   }
 };
 
-// The MMA warps of the fused MoE kernel: FC1's units and FC2's, with the tokens of each tile in registers.
+// The MMA warps of the fused MoE kernel: FC1's work tiles and FC2's, with the tokens of each tile in registers.
 template <class Config>
 class FusedMoeMma {
  public:
@@ -213,19 +214,19 @@ class FusedMoeMma {
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
   // would take microseconds. FC1's multiplies a slab of zeros, as for a narrow tile, while routing and, with few pairs,
   // the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It must be this
-  // loop, not a copy of its code. Its passes: FC1's warm-up, FC1's spans, FC2's warm-up, which ends at act_ready, FC2's
-  // spans.
-  __device__ __forceinline__ void multiply_units(const FusedMoeParams& p) {
+  // loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which ends at act_ready,
+  // FC2's work ranges.
+  __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
-    FusedMoeScheduler scheduler;  // at FC1, before its first span
-    FusedMoeScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
+    FusedMoeScheduler scheduler;  // at FC1, before its first work range
+    FusedMoeScheduler::WorkRange range = {0, prepare_warm_up() ? 1 : 0};
     place_ = {shared.stages - 1, 1};  // the slab of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
       if (slab_.works()) load_tokens(p, scheduler.gemm, tile);
-      if (!warm_up || scheduler.gemm == 0) multiply(span, tile.count(), !warm_up);
+      if (!warm_up || scheduler.gemm == 0) multiply(range, tile.count(), !warm_up);
       if (warm_up && scheduler.gemm == 1) {
         warm_up = false;
         ptx::mbarrier_wait(shared.act_ready(), 0);
@@ -240,7 +241,7 @@ class FusedMoeMma {
       }
 
       const int before = scheduler.gemm;
-      span = scheduler.next_span(p, shared);
+      range = scheduler.next_work_range(p, shared);
       if (scheduler.ended()) break;
       warm_up = scheduler.gemm != before;
       if (warm_up) {
@@ -275,14 +276,15 @@ class FusedMoeMma {
 
   __device__ __forceinline__ void enter(const SplitKGemm& g) {
     high_row_offset_ = g.high_row_offset;
-    unit_rows_ = g.part_rows();
+    work_tile_rows_ = g.part_rows();
     slab_.enter(g, shared.stage(0), warp_, lane_);
   }
 
-  // Units of one span, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will again.
-  __device__ __forceinline__ void multiply(const FusedMoeScheduler::Span& span, int count, bool filled) {
-    for (int i = 0; i < span.units; ++i) {
-      const uint32_t row = slab_.first_row(span.unit + i, unit_rows_);
+  // Work tiles of one work range, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will
+  // again.
+  __device__ __forceinline__ void multiply(const FusedMoeScheduler::WorkRange& range, int count, bool filled) {
+    for (int i = 0; i < range.work_tiles; ++i) {
+      const uint32_t row = slab_.first_row(range.work_tile + i, work_tile_rows_);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
       if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count, high_row_offset_);
       // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
@@ -295,14 +297,14 @@ class FusedMoeMma {
   const FusedMoeShared& shared;
   int warp_, lane_;
   RingPlace place_;
-  uint32_t high_row_offset_ = 0, unit_rows_ = 0;  // of the current GEMM
+  uint32_t high_row_offset_ = 0, work_tile_rows_ = 0;  // of the current GEMM
   SlabMultiplier<Config> slab_;
 };
 
-// The epilogue warps of the fused MoE kernel. Four, or as many as there are stages, take turns at the block's units:
-// fill a stage; when the MMA warps are through with it, add their partial sums in K order; fill the stage again with
-// the unit that is due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and
-// behind FC2, whose partial outputs are then added by all of them.
+// The epilogue warps of the fused MoE kernel. Four, or as many as there are stages, take turns at the block's work
+// tiles: fill a stage; when the MMA warps are through with it, add their partial sums in K order; fill the stage again
+// with the work tile that is due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2
+// reads, and behind FC2, whose partial outputs are then added by all of them.
 template <class Config>
 class FusedMoeEpilogue {
   static constexpr int kSteps = Config::kTokenSteps;
@@ -325,7 +327,7 @@ class FusedMoeEpilogue {
     place_.advance(warp, block.stages);
   }
 
-  __device__ __forceinline__ void finish_units() {
+  __device__ __forceinline__ void finish_work_tiles() {
     // No block reaches FC2's barrier before this one has arrived at FC1's, so this is the count before the launch.
     const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.barrier_counters + 1) : 0;
     const bool has_stages = warp_ < warps_;
@@ -341,8 +343,8 @@ class FusedMoeEpilogue {
       if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
       fill(stage);
     }
-    // This warp refills the stages that it empties with its own units' successors, a ring further on.
-    to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
+    // This warp refills the stages that it empties with its own work tiles' successors, a ring further on.
+    to_fill_ = StridedWorkTiles(p, shared, warp_ + shared.stages, warps_);
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
     grid_barrier(p.barrier_counters, 0);
@@ -355,14 +357,15 @@ class FusedMoeEpilogue {
   }
 
  private:
-  // The next of the units to fill with, if there is one.
+  // The next of the work tiles to fill with, if there is one.
   __device__ __forceinline__ void fill(int stage) {
     if (to_fill_.ended()) {
       if (!ahead_) ask_ahead();
       return;
     }
     if (ptx::elect_one()) {
-      fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
+      fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(),
+                 to_fill_.work_tile());
     } else {
       ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as at `done`
     }
@@ -396,13 +399,13 @@ class FusedMoeEpilogue {
   __device__ __forceinline__ void finish() {
     const SplitKGemm& g = p.gemm[kGemm];
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
-    const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
+    const int work_tile = to_finish_.work_tile(), row = slab_row<Config>(lane_ / 4, g.pitch);
     const int outputs = kGemm == 0 ? g.slab_outputs() : kSlabRows;
     const float scale = SlabMultiplier<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
     Activation activation = {};
     if constexpr (kGemm == 0) activation = Activation::of_expert(p.activation, tile.expert());
     for (int slab = 0; slab < g.groups; ++slab) {
-      const int first = (unit * g.groups + slab) * outputs;
+      const int first = (work_tile * g.groups + slab) * outputs;
       if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
       const uint8_t* stage = shared.stage(place_.stage);
       float bias[2] = {0.0f, 0.0f};
@@ -492,7 +495,7 @@ class FusedMoeEpilogue {
   int warps_;
   bool ahead_ = false;  // the next launch's data has been prefetched
   RingPlace place_;
-  StridedUnits to_fill_, to_finish_;
+  StridedWorkTiles to_fill_, to_finish_;
 };
 
 template <class Config>
@@ -528,7 +531,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
   __syncthreads();
 
   if (warp < Config::kMmaWarps) {  // MMA warps
-    FusedMoeMma<Config>(shared, warp, lane).multiply_units(p);
+    FusedMoeMma<Config>(shared, warp, lane).multiply_work_tiles(p);
     return;
   }
   // Epilogue warps.
@@ -537,11 +540,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
   if (epilogue_warp == 0) {
     const TileCounts tiles = few ? route_few<Config>(p, shared, expert_of(shared.few_ids(), lane), lane)
                                  : route_many<Config>(p, shared, lane);
-    if (lane < 2) shared.unit_ranges()[lane] = UnitRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
+    if (lane < 2)
+      shared.block_ranges()[lane] = BlockRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].work_tiles);
   }
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
-  FusedMoeEpilogue<Config>(p, shared, epilogue_warp, lane).finish_units();
+  FusedMoeEpilogue<Config>(p, shared, epilogue_warp, lane).finish_work_tiles();
 }
 
 }  // namespace flashinfer::sm12x

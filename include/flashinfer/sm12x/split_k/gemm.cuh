@@ -82,10 +82,11 @@ struct RingPlace {
   }
 };
 
-// Fills a stage with a unit of a matrix: weights, their scales and biases. One thread calls it when no warp uses the
-// stage any more; it arrives at `full`, and the rest of its warp must.
+// Fills a stage with a work tile of a matrix: weights, their scales and biases. One thread calls it when no warp uses
+// the stage any more; it arrives at `full`, and the rest of its warp must.
 template <class Ring>
-__device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring, int stage, int matrix, int unit) {
+__device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring, int stage, int matrix,
+                                           int work_tile) {
   const int rows = g.part_rows(), bytes = rows * g.row_bytes, box_bytes = g.scale_box_bytes();
   const int bias_bytes = g.bias != nullptr ? rows * g.bias_bytes() : 0;
   uint8_t* to = ring.stage(stage);
@@ -94,7 +95,7 @@ __device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
   ptx::mbarrier_arrive_expect(full, g.parts * (bytes + box_bytes + bias_bytes));
   for (int part = 0; part < g.parts; ++part) {
-    const int row = unit * rows + part * g.out;
+    const int row = work_tile * rows + part * g.out;
     ptx::bulk_copy(to + part * bytes, g.weights + matrix * g.weight_pitch + static_cast<int64_t>(row) * g.row_bytes,
                    bytes, full);
     // From the box's first row within a quarter of the chunk: four words, one a quarter, for each row.
@@ -108,16 +109,17 @@ __device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring
   }
 }
 
-// The same for a slice of a unit, of one matrix of one part; row by row where a stage pads rows. One warp calls it.
+// The same for a slice of a work tile, of one matrix of one part; row by row where a stage pads rows. One warp calls
+// it.
 template <class Ring>
-__device__ __forceinline__ void fill_slice(const SplitKGemm& g, const Ring& ring, int stage, int unit, int slice,
+__device__ __forceinline__ void fill_slice(const SplitKGemm& g, const Ring& ring, int stage, int work_tile, int slice,
                                            int lane) {
-  const int rows = g.part_rows(), first = unit * rows, valid = min(rows, g.out - first);
+  const int rows = g.part_rows(), first = work_tile * rows, valid = min(rows, g.out - first);
   const int bytes = min(g.slice_bytes, g.row_bytes - slice * g.slice_bytes);
   uint8_t* to = ring.stage(stage);
   uint64_t* full = ring.full(stage);
 
-  // The last unit: rows that are not there are multiplied too, and never stored.
+  // The last work tile: rows that are not there are multiplied too, and never stored.
   for (int i = valid * g.pitch + 16 * lane; i < rows * g.pitch; i += 16 * 32) {
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
@@ -197,7 +199,7 @@ struct PartialPlace {
   }
 };
 
-// An MMA warp's share of each unit: kKBlocks K blocks of one slab.
+// An MMA warp's share of each work tile: kKBlocks K blocks of one slab.
 template <class Shape>
 class SlabMultiplier {
   static constexpr int kSteps = Shape::kTokenSteps, kKBlocks = Shape::kKBlocks;
@@ -218,9 +220,9 @@ class SlabMultiplier {
   // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
   // work.
   __device__ __forceinline__ void enter(const SplitKGemm& g, const void* first_stage, int warp, int lane) {
-    const unsigned unit_warps = Shape::kSliced ? g.stage_warps * g.slices : g.k_warps;
-    const unsigned group = static_cast<unsigned>(warp) / unit_warps;
-    const int group_warp = warp - group * unit_warps;
+    const unsigned work_tile_warps = Shape::kSliced ? g.stage_warps * g.slices : g.k_warps;
+    const unsigned group = static_cast<unsigned>(warp) / work_tile_warps;
+    const int group_warp = warp - group * work_tile_warps;
     slice_ = Shape::kSliced ? static_cast<unsigned>(group_warp) / static_cast<unsigned>(g.stage_warps) : 0;
     const int stage_warp = Shape::kSliced ? group_warp - slice_ * g.stage_warps : group_warp;
     const int slice_k_block = Shape::kSliced ? slice_ * g.stage_k_blocks : 0;
@@ -262,7 +264,7 @@ class SlabMultiplier {
   __device__ __forceinline__ bool works() const { return works_; }
   // Whether the warp releases stages of a dense layer. In a MoE layer every warp does.
   __device__ __forceinline__ bool belongs() const { return belongs_; }
-  // The stage of a unit that holds the warp's K.
+  // The stage of a work tile that holds the warp's K.
   __device__ __forceinline__ int slice() const { return slice_; }
   // The warp's first K block.
   __device__ __forceinline__ int first_k_block() const { return first_k_block_; }
@@ -286,9 +288,10 @@ class SlabMultiplier {
     __syncwarp();
   }
 
-  // First row of the warp's slab in a unit of `unit_rows`. Callers ask before they wait for the unit's stage.
-  __device__ __forceinline__ uint32_t first_row(uint32_t unit, uint32_t unit_rows) const {
-    return unit * unit_rows + first_row_;
+  // First row of the warp's slab in a work tile of `work_tile_rows`. Callers ask before they wait for the work tile's
+  // stage.
+  __device__ __forceinline__ uint32_t first_row(uint32_t work_tile, uint32_t work_tile_rows) const {
+    return work_tile * work_tile_rows + first_row_;
   }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
@@ -444,7 +447,7 @@ class SlabMultiplier {
   uint32_t second_plane_ = 0;  // byte kb: from K block kb's weights to their second plane
   uint32_t next_scale_ = 0;  // from row g to row g + 8
   uint32_t first_partial_ = 0;  // address of the first token step's
-  uint32_t first_row_ = 0;  // the slab's in the first unit
+  uint32_t first_row_ = 0;  // the slab's in the first work tile
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The order of a block's work in the fused MoE kernel, and its shared memory. Every role of a block follows the same
-// sequence: its range of FC1's units, then its range of FC2's. A unit is one stage of the ring.
+// sequence: its range of FC1's work tiles, then its range of FC2's. A work tile is one stage of the ring.
 //
 // Routing makes the tiles of tokens on the way: route_many, route_few.
 #pragma once
@@ -37,23 +37,25 @@ struct TileCounts {
   int all, wide;
 };
 
-// Units [begin, end) of one GEMM, counted tile by tile, that a block computes, and the tile of the first.
-struct UnitRange {
+// Work tiles [begin, end) of one GEMM, counted tile by tile, that a block computes, and the tile of the first.
+struct BlockRange {
   int begin, end, first_tile;
 
-  // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
-  // kFusedMoeTiles tiles of at most 576 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's
-  // SMs.
+  // Ranges of equal time. A wide tile's work tiles take `wide_fifths` / 5 of the others' time, and come first. Fits 32
+  // bits: kFusedMoeTiles tiles of at most 576 work tiles (outputs of one GEMM are K of the other, and so bounded), and
+  // a GPU's SMs.
   static_assert(int64_t{kFusedMoeTiles} * 576 * 6 * 512 < int64_t{1} << 32, "of up to 512 SMs");
-  static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
-    const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
-    const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;
-    auto first_unit = [&](unsigned block) {
+  static __device__ __forceinline__ BlockRange of_block(const TileCounts& tiles, int wide_fifths,
+                                                        int work_tiles_per_token_tile) {
+    const unsigned work_tiles = work_tiles_per_token_tile, wide_time = tiles.wide * work_tiles * wide_fifths;
+    const unsigned time = wide_time + (tiles.all - tiles.wide) * work_tiles * 5;
+    auto first_work_tile = [&](unsigned block) {
       const unsigned start = time * block / gridDim.x;
-      return start < wide_time ? start / wide_fifths : tiles.wide * units + (start - wide_time) / 5;
+      return start < wide_time ? start / wide_fifths : tiles.wide * work_tiles + (start - wide_time) / 5;
     };
-    const unsigned begin = first_unit(blockIdx.x);
-    return {static_cast<int>(begin), static_cast<int>(first_unit(blockIdx.x + 1)), static_cast<int>(begin / units)};
+    const unsigned begin = first_work_tile(blockIdx.x);
+    return {static_cast<int>(begin), static_cast<int>(first_work_tile(blockIdx.x + 1)),
+            static_cast<int>(begin / work_tiles)};
   }
 };
 
@@ -66,9 +68,9 @@ struct FusedMoeShared : SplitKRing<FusedMoeStorage::kRing> {
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
   // FC1's, FC2's.
-  __device__ __forceinline__ UnitRange* unit_ranges() const {
-    static_assert(sizeof(UnitRange) == Storage::kUnitRangeBytes);
-    return at<UnitRange>(Storage::kUnitRanges);
+  __device__ __forceinline__ BlockRange* block_ranges() const {
+    static_assert(sizeof(BlockRange) == Storage::kBlockRangeBytes);
+    return at<BlockRange>(Storage::kBlockRanges);
   }
   // Experts and weights of a few pairs.
   __device__ __forceinline__ int32_t* few_ids() const { return at<int32_t>(Storage::kFewIds); }
@@ -89,43 +91,44 @@ struct FusedMoeShared : SplitKRing<FusedMoeStorage::kRing> {
   }
 };
 
-// The block's units, span by span: a span is consecutive units of one GEMM and one tile. Only `gemm` and `tile` live
-// on; the rest is computed anew at each span, rather than held in registers.
+// The block's work tiles, work range by work range: a work range is consecutive work tiles of one GEMM and one tile.
+// Only `gemm` and `tile` live on; the rest is computed anew at each work range, rather than held in registers.
 class FusedMoeScheduler {
  public:
   int gemm = 0;  // 0: FC1, 1: FC2, 2: the end
   int tile = -1;
 
-  struct Span {
-    int unit = 0;  // first
-    int units = 0;
+  struct WorkRange {
+    int work_tile = 0;  // first
+    int work_tiles = 0;
   };
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }
 
-  __device__ __forceinline__ Span next_span(const FusedMoeParams& p, const FusedMoeShared& shared) {
+  __device__ __forceinline__ WorkRange next_work_range(const FusedMoeParams& p, const FusedMoeShared& shared) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
-      const UnitRange range = shared.unit_ranges()[gemm];
-      const int units = p.gemm[gemm].units;
+      const BlockRange range = shared.block_ranges()[gemm];
+      const int work_tiles = p.gemm[gemm].work_tiles;
       tile = max(tile, range.first_tile);
-      const int first = max(range.begin, tile * units), last = min(range.end, (tile + 1) * units);
-      if (first < last) return {first - tile * units, last - first};
+      const int first = max(range.begin, tile * work_tiles), last = min(range.end, (tile + 1) * work_tiles);
+      if (first < last) return {first - tile * work_tiles, last - first};
     }
     return {};
   }
 };
 
-// Every `stride`-th unit of the block, from unit `first` on.
-class StridedUnits {
+// Every `stride`-th work tile of the block, from work tile `first` on.
+class StridedWorkTiles {
  public:
-  __device__ __forceinline__ StridedUnits(const FusedMoeParams& p, const FusedMoeShared& shared, int first, int stride)
+  __device__ __forceinline__ StridedWorkTiles(const FusedMoeParams& p, const FusedMoeShared& shared, int first,
+                                              int stride)
       : at_(first), stride_(stride) {
-    span_ = scheduler_.next_span(p, shared);
+    range_ = scheduler_.next_work_range(p, shared);
     settle(p, shared);
   }
   __device__ __forceinline__ int gemm() const { return scheduler_.gemm; }
   __device__ __forceinline__ int tile() const { return scheduler_.tile; }
-  __device__ __forceinline__ int unit() const { return span_.unit + at_; }
+  __device__ __forceinline__ int work_tile() const { return range_.work_tile + at_; }
   __device__ __forceinline__ bool ended() const { return scheduler_.ended(); }
   __device__ __forceinline__ void advance(const FusedMoeParams& p, const FusedMoeShared& shared) {
     at_ += stride_;
@@ -134,15 +137,15 @@ class StridedUnits {
 
  private:
   __device__ __forceinline__ void settle(const FusedMoeParams& p, const FusedMoeShared& shared) {
-    while (!scheduler_.ended() && at_ >= span_.units) {
-      at_ -= span_.units;
-      span_ = scheduler_.next_span(p, shared);
+    while (!scheduler_.ended() && at_ >= range_.work_tiles) {
+      at_ -= range_.work_tiles;
+      range_ = scheduler_.next_work_range(p, shared);
     }
   }
 
   FusedMoeScheduler scheduler_;
-  FusedMoeScheduler::Span span_;
-  int at_;  // in the span
+  FusedMoeScheduler::WorkRange range_;
+  int at_;  // in the work range
   int stride_;
 };
 

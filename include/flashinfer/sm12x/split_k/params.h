@@ -15,13 +15,13 @@
 namespace flashinfer::sm12x {
 
 constexpr int kSlabRows = 16;  // the M side of an MMA
-constexpr int kMaxGroups = 4;  // a unit's rows of a part, at most 64, lie in one scale chunk
+constexpr int kMaxGroups = 4;  // a work tile's rows of a part, at most 64, lie in one scale chunk
 constexpr int kMaxSplitKStages = 16;
 constexpr int kEpilogueWarps = 4;  // of a thread block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
 // Weights are one matrix or several, row by row. A slab is 16 rows and all of K. A group of MMA warps multiplies a
-// slab, each of its warps a range of K. A unit of work is one slab for each group. It fills one stage of the ring, or,
+// slab, each of its warps a range of K. A work tile is one slab for each group. It fills one stage of the ring, or,
 // where a slab is large, `slices` stages: each holds a range of K, for the warps that multiply it.
 //
 // A matrix has one part, or two of equal size, up and gate. Then a slab takes 8 rows of each, so that a lane has up and
@@ -41,13 +41,13 @@ struct SplitKGemm {
   int stage_warps;  // of those, the warps that share a stage
   int stage_k_blocks;
   int stage_scale_words;
-  int slices;  // stages of a unit
+  int slices;  // stages of a work tile
   int slice_bytes;  // of a row in a stage; the last slice may have fewer
-  int groups;  // of MMA warps, and slabs of a unit: 1, 2 or 4
-  int units;  // that one tile of tokens needs
+  int groups;  // of MMA warps, and slabs of a work tile: 1, 2 or 4
+  int work_tiles;  // that one tile of tokens needs
   int pitch;  // bytes from row to row of a stage: row_bytes, or padded, or of a slice, where rows are copied one by one
   uint32_t high_row_offset;  // bytes from row g of a slab to row g + 8
-  int scale_box_rows;  // rows of a unit's part, at most the chunk's quarter of 32; a power of two
+  int scale_box_rows;  // rows of a work tile's part, at most the chunk's quarter of 32; a power of two
   int scale_offset;  // in a stage, behind the weights: a scale box for each part
   int bias_offset;  // in a stage, behind the scales: biases of each part
   int tail_offset;  // in a stage, behind the biases: partial sums of lanes whose scale block lies beyond K
@@ -56,15 +56,15 @@ struct SplitKGemm {
   ScalarType bias_type;
 
   FLASHINFER_SM12X_HOST_DEVICE constexpr int slab_outputs() const { return parts == 2 ? kSlabRows / 2 : kSlabRows; }
-  FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return slab_outputs() * groups; }  // of a unit
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return slab_outputs() * groups; }  // of a work tile
   FLASHINFER_SM12X_HOST_DEVICE int bias_bytes() const { return bias_type == ScalarType::kF32 ? 4 : 2; }
   // Bytes of a scale box, which is one copy.
   FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_box_bytes() const { return stage_scale_words * scale_box_rows * 16; }
 };
 
-// Epilogue warps that keep a ring of such units filled; never more than its units. With more, a warp could wait for a
-// phase of a stage's `done` before another warp's unit there has completed the phase before it, whose parity it would
-// take for its own.
+// Epilogue warps that keep a ring of such work tiles filled; never more than its work tiles. With more, a warp could
+// wait for a phase of a stage's `done` before another warp's work tile there has completed the phase before it, whose
+// parity it would take for its own.
 FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
   return stages / slices < kEpilogueWarps ? stages / slices : kEpilogueWarps;
 }
@@ -72,8 +72,8 @@ FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
 // The parameters that are fixed at compile time. Each warp of a group takes kKBlocks K blocks of a slab and keeps that
 // range of the tile's tokens in registers: 16 of them for 8 tokens and one K block.
 //
-// kSliced_: a GEMM of one matrix of one part with any number of rows; a unit may fill several stages. Otherwise every
-// unit is whole, fills one stage and brings its biases.
+// kSliced_: a GEMM of one matrix of one part with any number of rows; a work tile may fill several stages. Otherwise
+// every work tile is whole, fills one stage and brings its biases.
 template <Element kWeights_, int kTokenTile_, int kKBlocks_, int kMmaWarps_, bool kSliced_>
 struct SplitKShape {
   static constexpr bool kSliced = kSliced_;
@@ -126,7 +126,7 @@ struct SplitKGemmPlan {
       if (groups * g.stage_warps * g.slices <= mma_warps && whole) g.groups = groups;
     }
     if (g.groups == 0) return g;
-    g.units = ceil_div(out, g.part_rows());
+    g.work_tiles = ceil_div(out, g.part_rows());
     g.weight_pitch = static_cast<int64_t>(parts) * out * g.row_bytes;
     g.scale_pitch = ceil_div(parts * out, kScaleChunkRows);
     g.pitch = g.row_bytes;
@@ -241,16 +241,16 @@ struct FusedMoeParams {
 
 // Shared memory of a block: fixed parts, then the ring, which takes the rest.
 struct FusedMoeStorage {
-  static constexpr int kUnitRangeBytes = 12;
+  static constexpr int kBlockRangeBytes = 12;
   static constexpr int kBarriers = 0;  // full, done, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxSplitKStages + 2);
   static constexpr int kOrder = kTiles + 4 * kFusedMoeTiles;
-  static constexpr int kUnitRanges = kOrder + 2 * kFusedMoePairs;
-  static constexpr int kRing = round_up(kUnitRanges + 2 * kUnitRangeBytes, 128);
+  static constexpr int kBlockRanges = kOrder + 2 * kFusedMoePairs;
+  static constexpr int kRing = round_up(kBlockRanges + 2 * kBlockRangeBytes, 128);
   // Ids and weights of a few pairs, behind their order.
   static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
-  static_assert(kFewWeights + 4 * kFewPairs <= kUnitRanges);
+  static_assert(kFewWeights + 4 * kFewPairs <= kBlockRanges);
   static constexpr int kRouting =
       2 * 4 * kMaxLocalExperts + 4 * kFusedMoePairs;  // bytes of the ring that routing borrows
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Epilogues, which consume a unit's accumulators: the sum of a unit that was split along K, FC1's, FC2's, and a plain
-// store.
+// Epilogues, which consume a work tile's accumulators: the sum of a work tile that was split along K, FC1's, FC2's, and
+// a plain store.
 #pragma once
 
 #include <cmath>
@@ -16,19 +16,19 @@ namespace flashinfer::sm12x {
 
 constexpr int kConsumerBarrier = 1;
 
-// Units that are split along K (scheduler.cuh): every block leaves its partial sum in global memory; the last to arrive
-// adds them in K order and goes on with the epilogue.
+// Work tiles that are split along K (scheduler.cuh): every block leaves its partial sum in global memory; the last to
+// arrive adds them in K order and goes on with the epilogue.
 //
-// `unit` is one that was split. Returns whether this block has the whole sum.
+// `work_tile` is one that was split. Returns whether this block has the whole sum.
 template <class Config>
 __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, const SharedStorage<Config>& shared,
-                                             const WorkSplit& work, int unit, int thread,
+                                             const WorkSplit& work, int work_tile, int thread,
                                              Accumulators<Config>& accumulators) {
   constexpr int kVectors = 2 * Config::kTokenSteps;  // float4 of one thread
   auto& own = reinterpret_cast<float (&)[kVectors][4]>(accumulators);
-  const int first = (unit - work.first_shared_unit()) * work.k_tiles;
+  const int first = (work_tile - work.first_split_work_tile()) * work.k_tiles;
   const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
-  // A block has at most two partial sums: of a unit that began before its k-tiles, and of one that continues after
+  // A block has at most two partial sums: of a work tile that began before its k-tiles, and of one that continues after
   // them.
   auto slot = [&](int block) {
     return partials +
@@ -83,10 +83,11 @@ struct OwnToken {
 // FC2: the pair that this thread's token of the tile came from.
 template <class Config>
 __device__ __forceinline__ OwnToken own_token(const GroupedGemmParams<Config::kRole>& p,
-                                              const SharedStorage<Config>& shared, const Unit& unit, int thread) {
+                                              const SharedStorage<Config>& shared, const WorkTile& work_tile,
+                                              int thread) {
   if constexpr (Config::kRole == Role::kFc2) {
-    if (thread < unit.num_tokens) {
-      const int position = unit.first_token + thread;
+    if (thread < work_tile.num_tokens) {
+      const int position = work_tile.first_token + thread;
       const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
       return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
     }
@@ -94,12 +95,12 @@ __device__ __forceinline__ OwnToken own_token(const GroupedGemmParams<Config::kR
   return {};
 }
 
-// A unit's epilogue, by the consumer warps, whose accumulators hold its sums.
+// A work tile's epilogue, by the consumer warps, whose accumulators hold its sums.
 template <class Config>
 struct Epilogue {
   const GroupedGemmParams<Config::kRole>& p;
   const SharedStorage<Config>& shared;
-  const Unit& unit;
+  const WorkTile& work_tile;
   Accumulators<Config>& accumulators;
 
   // `own` is the thread's own token of the tile (threads below num_tokens).
@@ -127,7 +128,7 @@ struct Epilogue {
   // both operands of SwiGLU. Without gate rows the halves are 128 neighbouring rows, which take turns as half 0: the
   // staging area holds 64.
   __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
-    int first = half_row<Config>(p, unit.row_tile, 0);
+    int first = half_row<Config>(p, work_tile.row_tile, 0);
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       activate(warp, lane, first);
@@ -152,15 +153,15 @@ struct Epilogue {
   // Of the 64 rows from `first` on: leaves act values in accumulators[0]; rows beyond inter_size become 0.
   __device__ __forceinline__ void activate(int warp, int lane, int first) const {
     const Fc1Epilogue& e = p.epilogue;
-    const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
-    const Activation activation = Activation::of_expert(e.activation, unit.expert);
+    const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, work_tile.expert, 1.0f);
+    const Activation activation = Activation::of_expert(e.activation, work_tile.expert);
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int row = first + row_of(warp, lane, 2 * upper);
       const bool exists = row < inter();
       float bias_up = 0.0f, bias_gate = 0.0f;
       if (exists && e.bias != nullptr) {
-        const int64_t at = static_cast<int64_t>(unit.expert) * p.rows + row;
+        const int64_t at = static_cast<int64_t>(work_tile.expert) * p.rows + row;
         bias_up = load_scalar(e.bias, at, e.bias_type);
         if (e.activation.gated) bias_gate = load_scalar(e.bias, at + inter(), e.bias_type);
       }
@@ -216,9 +217,9 @@ struct Epilogue {
         uint8_t* staged = shared.staging() + token * Config::kStagingPitch + row_of(warp, lane, 0);
         staged[0] = static_cast<uint8_t>(pair);
         staged[8] = static_cast<uint8_t>(pair >> 8);
-        if (lane < 4 && warp % 2 == 0 && token < unit.num_tokens) {
+        if (lane < 4 && warp % 2 == 0 && token < work_tile.num_tokens) {
           const int block = first_block + warp % 4 / 2;
-          uint8_t* scales = p.epilogue.act_scales + static_cast<int64_t>(unit.first_token + token) * pitch;
+          uint8_t* scales = p.epilogue.act_scales + static_cast<int64_t>(work_tile.first_token + token) * pitch;
           if (block < blocks) scales[block] = static_cast<uint8_t>(rounding.scale);
           if (block == blocks - 1) {  // FC2 reads whole scale words: define their padding
             for (int pad = blocks; pad < pitch; ++pad) scales[pad] = 0;
@@ -254,10 +255,10 @@ struct Epilogue {
     const int last_block = Config::kTokenScales ? width / kScaleBlock : kScaleChunkBlocks * k_blocks_of(width);
     const bool last = first + kRowHalf >= width;
     const int blocks = last ? last_block - first_block : kTileBlocks;
-    for (int i = 32 * warp + lane; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
+    for (int i = 32 * warp + lane; i < work_tile.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
       const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
       const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
-      const int position = unit.first_token + token;
+      const int position = work_tile.first_token + token;
       const uint4 value =
           piece < kTileBlocks * kBlockPieces
               ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
@@ -276,7 +277,7 @@ struct Epilogue {
     int* pairs = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
     uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kTokenTile;  // a bit for each token
-    if (thread < unit.num_tokens) {
+    if (thread < work_tile.num_tokens) {
       pairs[thread] = own.pair;
       weights[thread] = own.weight;
     }
@@ -286,10 +287,10 @@ struct Epilogue {
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
     bool last = false;
-    if (thread < unit.num_tokens) {
+    if (thread < work_tile.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
       const int token = own.pair / p.top_k;
-      const int64_t counter = static_cast<int64_t>(token) * row_tiles + unit.row_tile;
+      const int64_t counter = static_cast<int64_t>(token) * row_tiles + work_tile.row_tile;
       last = ptx::is_last_to_arrive(p.epilogue.token_arrivals + counter, p.top_k);
     }
     if (32 * warp < Config::kTokenTile) {
@@ -303,9 +304,9 @@ struct Epilogue {
 
   __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* pairs,
                                                         const float* weights) const {
-    const float scale = load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+    const float scale = load_or(p.epilogue.global_scale, work_tile.expert, 1.0f);
     for_each_output(
-        warp, lane, scale, static_cast<int64_t>(unit.expert) * p.rows, [&](int token, int row, float value) {
+        warp, lane, scale, static_cast<int64_t>(work_tile.expert) * p.rows, [&](int token, int row, float value) {
           p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
         });
   }
@@ -313,9 +314,9 @@ struct Epilogue {
   // Sums of all tokens that are complete.
   __device__ __forceinline__ void sum_complete(const int* pairs, const uint32_t* complete, int thread) const {
     constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
-    const int row = unit.row_tile * kRowTile + thread;
+    const int row = work_tile.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
-    for (int first = 0; first < unit.num_tokens; first += 32) {
+    for (int first = 0; first < work_tile.num_tokens; first += 32) {
       for (uint32_t left = complete[first / 32]; left != 0;) {
         int tokens[kTogether], count = 0;
 #pragma unroll
@@ -341,7 +342,7 @@ struct Epilogue {
     const StoreEpilogue& e = p.epilogue;
     const float scale = load_or(e.alpha, 0, 1.0f);
     for_each_output(warp, lane, scale, 0, [&](int token, int row, float value) {
-      const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
+      const int64_t at = static_cast<int64_t>(work_tile.first_token + token) * p.rows + row;
       if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
       store_scalar(e.output, at, e.output_type, value);
     });
@@ -355,7 +356,7 @@ struct Epilogue {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int row = unit.row_tile * kRowTile + half * kRowHalf + row_of(warp, lane, 2 * upper);
+        const int row = work_tile.row_tile * kRowTile + half * kRowHalf + row_of(warp, lane, 2 * upper);
         if (row >= p.rows) continue;
         const float bias =
             p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
@@ -364,7 +365,7 @@ struct Epilogue {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
             const int token = token_of(warp, lane, step, parity);
-            if (token >= unit.num_tokens) continue;
+            if (token >= work_tile.num_tokens) continue;
             const float sum = Config::Policy::kAccumulatorScale * accumulators[half][step][2 * upper + parity];
             take(token, row, fmaf(sum, scale, bias));
           }

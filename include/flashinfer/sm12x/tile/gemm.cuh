@@ -82,11 +82,11 @@ __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& 
   ptx::fence_async_proxy();  // packed rows come by bulk copies, which are not ordered behind these writes otherwise
 }
 
-// A consumer warp: multiplies the block's work tiles, and finishes the units whose sum the block has.
+// A consumer warp: multiplies the block's K ranges, and finishes the work tiles whose sum the block has.
 template <class Config>
 __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& p, const SharedStorage<Config>& shared,
-                                        const UnitMap<Config::kTokenTile>& units, const WorkSplit& work, int warp,
-                                        int lane) {
+                                        const WorkTileMap<Config::kTokenTile>& work_tiles, const WorkSplit& work,
+                                        int warp, int lane) {
   const int thread = 32 * warp + lane;
   const int blocks = p.k / kScaleBlock;
   ptx::wait_for_prerequisite_grids();
@@ -94,14 +94,14 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
   int stage = 0;
   uint32_t phase = 0;
   TileScheduler scheduler(work);
-  for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
-    const Unit unit = units.locate(tile.unit);
-    const OperandOffsets<Config> at = operand_offsets<Config>(p, unit, warp, lane);
-    const OwnToken own = own_token<Config>(p, shared, unit, thread);
+  for (KRange range = scheduler.next(); range.tiles > 0; range = scheduler.next()) {
+    const WorkTile work_tile = work_tiles.locate(range.work_tile);
+    const OperandOffsets<Config> at = operand_offsets<Config>(p, work_tile, warp, lane);
+    const OwnToken own = own_token<Config>(p, shared, work_tile, thread);
 
     Accumulators<Config> accumulators = {};
     mma::RowNans nans[2];
-    for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
+    for (int k_tile = range.first; k_tile < range.first + range.tiles; ++k_tile) {
       ptx::mbarrier_wait(shared.full(stage), phase);
       const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
       const StageScales<Config> scales(shared, stage, at, valid_blocks, warp, lane);
@@ -117,11 +117,11 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
       }
     }
     spread_nan<Config>(nans, accumulators);
-    if (tile.tiles < work.k_tiles &&
-        !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
+    if (range.tiles < work.k_tiles &&
+        !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, range.work_tile, thread, accumulators)) {
       continue;
     }
-    Epilogue<Config>{p, shared, unit, accumulators}.finish(warp, lane, own);
+    Epilogue<Config>{p, shared, work_tile, accumulators}.finish(warp, lane, own);
   }
 }
 
@@ -151,18 +151,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   __syncthreads();
 
   const int row_tiles = ceil_div(p.rows, kRowTile);
-  const UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts), p.num_experts,
-                                             row_tiles};
-  const WorkSplit work(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);
+  const WorkTileMap<Config::kTokenTile> work_tiles = {shared.offsets(), shared.tile_prefix(p.num_experts),
+                                                      p.num_experts, row_tiles};
+  const WorkSplit work(work_tiles.num_work_tiles(), ceil_div(p.k, Config::kKTile), gridDim.x);
   if (static_cast<int>(blockIdx.x) >= work.blocks) {
     ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
     return;
   }
 
   if (warp == Config::kConsumerWarps) {  // the producer warp
-    Producer<Config>(p, shared, units, work, lane).produce();
+    Producer<Config>(p, shared, work_tiles, work, lane).produce();
   } else {  // consumer warps
-    consume<Config>(p, shared, units, work, warp, lane);
+    consume<Config>(p, shared, work_tiles, work, warp, lane);
   }
 }
 

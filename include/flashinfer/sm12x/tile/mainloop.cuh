@@ -14,7 +14,7 @@ namespace flashinfer::sm12x {
 template <class Config>
 using Accumulators = float[2][Config::kTokenSteps][4];
 
-// Where this lane finds its operands in a stage; fixed for a unit.
+// Where this lane finds its operands in a stage; fixed for a work tile.
 template <class Config>
 struct OperandOffsets {
   uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per half
@@ -26,7 +26,7 @@ struct OperandOffsets {
 
 template <class Config>
 __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedGemmParams<Config::kRole>& p,
-                                                                  const Unit& unit, int warp, int lane) {
+                                                                  const WorkTile& work_tile, int warp, int lane) {
   using Policy = typename Config::Policy;
   OperandOffsets<Config> at;
   const int row_group = 16 * (warp % 4);
@@ -34,7 +34,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
-    const int start = half_row<Config>(p, unit.row_tile, half);
+    const int start = half_row<Config>(p, work_tile.row_tile, half);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
@@ -47,7 +47,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
   // Odd rows in expert order have neighbouring scale blocks swapped.
-  const int swapped = Config::kTokenScales ? 0 : (unit.first_token + token) & 1;
+  const int swapped = Config::kTokenScales ? 0 : (work_tile.first_token + token) & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     at.tokens[i] =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a unit's k-tile: packed
-// weights, weight scales, token rows and, unless those are bf16, token scales.
+// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a work tile's k-tile:
+// packed weights, weight scales, token rows and, unless those are bf16, token scales.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -14,7 +14,7 @@ namespace flashinfer::sm12x {
 template <class Config>
 class Producer {
   using Params = GroupedGemmParams<Config::kRole>;
-  using Map = UnitMap<Config::kTokenTile>;
+  using Map = WorkTileMap<Config::kTokenTile>;
   static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
   // Gathered rows: 16-byte pieces of a row in a stage, and the rows whose pieces one copy instruction takes.
   static constexpr int kPieceElements = 16 * kScaleBlock / Config::kBlockBytes;
@@ -25,7 +25,7 @@ class Producer {
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
                                       const WorkSplit& split, int lane)
-      : p(params), shared(storage), units(map), work(split), lane(lane), k_blocks(k_blocks_of(params.k)) {}
+      : p(params), shared(storage), work_tiles(map), work(split), lane(lane), k_blocks(k_blocks_of(params.k)) {}
 
   // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
   // that this one depends on, if this kernel routes by itself: they depend on the routing alone. Where it comes from a
@@ -54,12 +54,12 @@ class Producer {
   }
 
  private:
-  // Walks the k-tiles; each lane keeps the source addresses of what it gathers for the current unit.
+  // Walks the k-tiles; each lane keeps the source addresses of what it gathers for the current work tile.
   struct Cursor {
     const Producer& owner;
     TileScheduler scheduler;
-    Unit unit;
-    int k_tile, left;  // k-tiles of the work tile, this one included
+    WorkTile work_tile;
+    int k_tile, left;  // k-tiles of the K range, this one included
     uint32_t piece[kCopies];  // number in `tokens` of the 16 bytes that each copy takes at K 0
     uint32_t scale_word[kRowsPerLane];  // index in `token_scales` of rows `lane`, `lane + 32`, ...
 
@@ -71,11 +71,11 @@ class Producer {
       if (--left == 0) enter();
     }
     __device__ __forceinline__ void enter() {
-      const WorkTile tile = scheduler.next();
-      k_tile = tile.first;
-      left = tile.tiles;
+      const KRange range = scheduler.next();
+      k_tile = range.first;
+      left = range.tiles;
       if (left == 0) return;
-      unit = owner.units.locate(tile.unit);
+      work_tile = owner.work_tiles.locate(range.work_tile);
       if constexpr (Config::kTokenScales) find_rows();
     }
     __device__ __forceinline__ void find_rows() {
@@ -84,10 +84,10 @@ class Producer {
       for (int j = 0; j < kRowsPerLane; ++j) {
         const int i = owner.lane + 32 * j;
         before[j] = scale_word[j] = 0;
-        if (i >= unit.num_tokens) continue;
-        const int row = owner.source_row(unit, i);
+        if (i >= work_tile.num_tokens) continue;
+        const int row = owner.source_row(work_tile, i);
         before[j] = static_cast<uint32_t>(row) * static_cast<uint32_t>(owner.p.k / kPieceElements);
-        scale_word[j] = static_cast<uint32_t>(owner.scale_row(unit, row).base);
+        scale_word[j] = static_cast<uint32_t>(owner.scale_row(work_tile, row).base);
       }
 #pragma unroll
       for (int c = 0; c < kCopies; ++c) {
@@ -97,9 +97,9 @@ class Producer {
     }
   };
 
-  // Row of `tokens` of the i-th token of a unit.
-  __device__ __forceinline__ int source_row(const Unit& unit, int i) const {
-    const int position = unit.first_token + i;
+  // Row of `tokens` of the i-th token of a work tile.
+  __device__ __forceinline__ int source_row(const WorkTile& work_tile, int i) const {
+    const int position = work_tile.first_token + i;
     if constexpr (Config::kRole == Role::kFc1) {
       return (p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
     } else {
@@ -108,10 +108,10 @@ class Producer {
   }
 
   // Row of `token_scales`: the grouped GEMM's caller starts each group's scales at a multiple of 128 rows.
-  __device__ __forceinline__ ScaleRow scale_row(const Unit& unit, int row) const {
+  __device__ __forceinline__ ScaleRow scale_row(const WorkTile& work_tile, int row) const {
     if constexpr (Config::kRole == Role::kStore) {
-      const int group = units.offsets[unit.expert];
-      const int aligned = (group + unit.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
+      const int group = work_tiles.offsets[work_tile.expert];
+      const int aligned = (group + work_tile.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
       row += aligned - group;
     }
     return p.token_scale_pitch == 0 ? swizzled_scale_row(row, k_blocks) : linear_scale_row(row, p.token_scale_pitch);
@@ -130,25 +130,26 @@ class Producer {
     if (lane == 0) {
       const int valid = valid_k(at.k_tile);
       const int scale_bytes = scale_words(Config::kWeights, valid) * kScaleChunkBytes;
-      const int chunks = num_scale_chunks(at.unit.row_tile);
-      const int token_bytes = Config::kTokenScales ? 0 : k_blocks_in(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
+      const int chunks = num_scale_chunks(at.work_tile.row_tile);
+      const int token_bytes =
+          Config::kTokenScales ? 0 : k_blocks_in(at.k_tile) * at.work_tile.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = half_row<Config>(p, at.unit.row_tile, half), first = at.k_tile * Config::kWeightBytes;
+        const int row = half_row<Config>(p, at.work_tile.row_tile, half), first = at.k_tile * Config::kWeightBytes;
         uint8_t* to = shared.weights(stage);
-        ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.unit.expert,
+        ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.work_tile.expert,
                             shared.full(stage));
         if constexpr (Config::kTwoPlanes) {
           to += Config::kFirstPlane + half * kRowHalf * Config::kSecondPitch;
-          ptx::tensor_copy_3d(to, &p.second_plane, first + valid / kScaleBlock * kNibbleBytes, row, at.unit.expert,
+          ptx::tensor_copy_3d(to, &p.second_plane, first + valid / kScaleBlock * kNibbleBytes, row, at.work_tile.expert,
                               shared.full(stage));
         }
       }
-      const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
+      const uint8_t* expert_scales = p.weight_scales + at.work_tile.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
         const int64_t word =
-            static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * scale_words(Config::kWeights, p.k) +
+            static_cast<int64_t>(chunk_block(at.work_tile.row_tile, chunk)) * scale_words(Config::kWeights, p.k) +
             at.k_tile * Config::kScaleWords;
         ptx::bulk_copy(shared.scales(stage) + chunk * Config::kScaleWords * kScaleChunkBytes,
                        expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
@@ -171,9 +172,10 @@ class Producer {
   __device__ __forceinline__ void copy_packed_rows(int stage, const Cursor& at) const {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks_in(at.k_tile); ++kb) {
-        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_pairs + at.unit.first_token;
+        const int64_t row =
+            static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_pairs + at.work_tile.first_token;
         ptx::bulk_copy(shared.tokens(stage) + kb * Config::kTokenTile * kPackedRowBytes,
-                       p.tokens + row * kPackedRowBytes, at.unit.num_tokens * kPackedRowBytes, shared.full(stage));
+                       p.tokens + row * kPackedRowBytes, at.work_tile.num_tokens * kPackedRowBytes, shared.full(stage));
       }
     }
     __syncwarp();
@@ -181,18 +183,18 @@ class Producer {
 
   // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and consumers would wait
   // for this warp. So that they do not, a copy is three instructions (compare, address, copy), the check of the end 17
-  // for four of them; all else is done once a unit.
+  // for four of them; all else is done once a work tile.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
     const int row = lane / kPieces;
     const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);
-    const int rows = within_k ? at.unit.num_tokens : 0;  // that this lane copies from
+    const int rows = within_k ? at.work_tile.num_tokens : 0;  // that this lane copies from
     const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes;
     asm volatile("" : "+l"(from));  // one register: else each copy adds the tensor's address anew
     uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + lane % kPieces * 16;
     constexpr int kCheck = kCopies < 4 ? kCopies : 4;  // copies between two looks at the end
 #pragma unroll
     for (int first = 0; first < kCopies; first += kCheck) {
-      if (first * kRowsTogether >= at.unit.num_tokens) break;
+      if (first * kRowsTogether >= at.work_tile.num_tokens) break;
 #pragma unroll
       for (int c = first; c < first + kCheck; ++c) {
         ptx::copy_16_bytes_if(c * kRowsTogether + row < rows, to + c * kRowsTogether * Config::kTokenPitch,
@@ -210,7 +212,7 @@ class Producer {
       if (kb >= k_blocks_in(at.k_tile)) break;
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
-        if (lane + 32 * j < at.unit.num_tokens) {
+        if (lane + 32 * j < at.work_tile.num_tokens) {
           ptx::copy_word(to + kb * Config::kTokenTile + 32 * j, from + at.scale_word[j] + kb * stride);
         }
       }
@@ -233,7 +235,7 @@ class Producer {
 
   const Params& p;
   const SharedStorage<Config>& shared;
-  const Map& units;
+  const Map& work_tiles;
   const WorkSplit& work;
   int lane;
   int k_blocks;

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How units are divided among blocks. A unit is one output tile (expert, row tile, token tile) and all of K. Blocks
-// take whole units in turn, a wave at a time: the units of a wave are neighbours, so that their blocks find each
-// other's weights and tokens in L2. The remaining units, fewer than two a block, are cut along K into equal, contiguous
-// ranges, so that no wave is partly filled whatever the shape. The last block to arrive finishes a unit that was cut:
-// it adds the partial sums in K order, so that the result does not depend on which block that is.
+// How work tiles are divided among blocks. A work tile is one output tile (expert, row tile, token tile) and all of K.
+// Blocks take whole work tiles in turn, a wave at a time: the work tiles of a wave are neighbours, so that their blocks
+// find each other's weights and tokens in L2. The remaining work tiles, fewer than two a block, are cut along K into
+// equal, contiguous ranges, so that no wave is partly filled whatever the shape. The last block to arrive finishes a
+// work tile that was cut: it adds the partial sums in K order, so that the result does not depend on which block that
+// is.
 //
-// Units are ordered (expert, panel of tokens, row tile, token tile). Contiguous ranges of everything, which would also
-// be equal, have every block read another expert: at 8,192 tokens of gpt-oss-120b 15 GB instead of 1.4 (measured on an
-// H200). A panel is few enough tokens to stay in L2 while all of an expert's weights go by: without panels a dense
-// layer of 8,192 tokens reads all of them again for each row tile, 1.0 GB instead of 0.05 (by a model of L2).
+// Work tiles are ordered (expert, panel of tokens, row tile, token tile). Contiguous ranges of everything, which would
+// also be equal, have every block read another expert: at 8,192 tokens of gpt-oss-120b 15 GB instead of 1.4 (measured
+// on an H200). A panel is few enough tokens to stay in L2 while all of an expert's weights go by: without panels a
+// dense layer of 8,192 tokens reads all of them again for each row tile, 1.0 GB instead of 0.05 (by a model of L2).
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace flashinfer::sm12x {
 
 constexpr int kPanelTokens = 512;
 
-struct Unit {
+struct WorkTile {
   int expert;
   int row_tile;
   int first_token;  // position in expert order
@@ -27,7 +28,7 @@ struct Unit {
 
 // tile_prefix[e] = token tiles of the experts before e.
 template <int kTokenTile>
-struct UnitMap {
+struct WorkTileMap {
   static constexpr int kPanelTiles = kPanelTokens / kTokenTile;
 
   const int* offsets;
@@ -35,20 +36,20 @@ struct UnitMap {
   int num_experts;
   int row_tiles;
 
-  __device__ __forceinline__ int num_units() const { return tile_prefix[num_experts] * row_tiles; }
+  __device__ __forceinline__ int num_work_tiles() const { return tile_prefix[num_experts] * row_tiles; }
 
-  __device__ __forceinline__ Unit locate(int unit) const {
-    int low = 0, high = num_experts - 1;  // the expert whose range holds `unit`
+  __device__ __forceinline__ WorkTile locate(int work_tile) const {
+    int low = 0, high = num_experts - 1;  // the expert whose range holds `work_tile`
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (tile_prefix[middle + 1] * row_tiles > unit) {
+      if (tile_prefix[middle + 1] * row_tiles > work_tile) {
         high = middle;
       } else {
         low = middle + 1;
       }
     }
     const int token_tiles = tile_prefix[low + 1] - tile_prefix[low];
-    int within = unit - tile_prefix[low] * row_tiles;
+    int within = work_tile - tile_prefix[low] * row_tiles;
     const int panel = within / (kPanelTiles * row_tiles) * kPanelTiles;  // its first tile
     within -= panel * row_tiles;
     const int width = min(kPanelTiles, token_tiles - panel);
@@ -58,24 +59,24 @@ struct UnitMap {
   }
 };
 
-// How `units` of `k_tiles` each are divided among blocks.
+// How `work_tiles` of `k_tiles` each are divided among blocks.
 struct WorkSplit {
   int k_tiles;
   int blocks;  // with work
-  int waves;  // whole units of every block
+  int waves;  // whole work tiles of every block
   int length;  // k-tiles of the shorter ranges of the rest; the first `longer` blocks have one more
   int longer;
 
-  __device__ __forceinline__ WorkSplit(int units, int unit_tiles, int grid_blocks)
-      : k_tiles(unit_tiles), waves(max(units / grid_blocks - 1, 0)) {
-    const int rest = (units - waves * grid_blocks) * k_tiles;
+  __device__ __forceinline__ WorkSplit(int work_tiles, int k_tiles_of_work_tile, int grid_blocks)
+      : k_tiles(k_tiles_of_work_tile), waves(max(work_tiles / grid_blocks - 1, 0)) {
+    const int rest = (work_tiles - waves * grid_blocks) * k_tiles;
     blocks = min(rest, grid_blocks);
     length = rest / max(blocks, 1);
     longer = rest - length * blocks;
   }
 
-  // The first unit of the rest. Its k-tiles are counted from there.
-  __device__ __forceinline__ int first_shared_unit() const { return waves * blocks; }
+  // The first work tile of the rest. Its k-tiles are counted from there.
+  __device__ __forceinline__ int first_split_work_tile() const { return waves * blocks; }
   __device__ __forceinline__ int begin(int block) const { return block * length + min(block, longer); }
   // All k-tiles of a block.
   __device__ __forceinline__ int tiles(int block) const { return waves * k_tiles + begin(block + 1) - begin(block); }
@@ -87,26 +88,26 @@ struct WorkSplit {
   }
 };
 
-// Consecutive k-tiles of one unit; none at the end.
-struct WorkTile {
-  int unit;
+// Consecutive k-tiles of one work tile; none at the end.
+struct KRange {
+  int work_tile;
   int first;
   int tiles;
 };
 
-// The work tiles of this block, in the order in which it computes them.
+// The K ranges of this block, in the order in which it computes them.
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const WorkSplit& work)
       : work_(work), at_(work.begin(blockIdx.x)), end_(work.begin(blockIdx.x + 1)) {}
 
-  __device__ __forceinline__ WorkTile next() {
+  __device__ __forceinline__ KRange next() {
     if (wave_ < work_.waves) return {work_.blocks * wave_++ + static_cast<int>(blockIdx.x), 0, work_.k_tiles};
     if (at_ >= end_) return {0, 0, 0};
-    const int unit = at_ / work_.k_tiles, first = at_ - unit * work_.k_tiles;
+    const int work_tile = at_ / work_.k_tiles, first = at_ - work_tile * work_.k_tiles;
     const int tiles = min(work_.k_tiles - first, end_ - at_);
     at_ += tiles;
-    return {work_.first_shared_unit() + unit, first, tiles};
+    return {work_.first_split_work_tile() + work_tile, first, tiles};
   }
 
  private:

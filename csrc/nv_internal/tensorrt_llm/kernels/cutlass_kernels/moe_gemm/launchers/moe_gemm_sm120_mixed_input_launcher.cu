@@ -142,7 +142,7 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
   p.activation = a.activation;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
-  // A fused MoE kernel splits no units between blocks, so the arrivals' counters are free.
+  // A fused MoE kernel splits no work tiles between blocks, so the arrivals' counters are free.
   p.barrier_counters = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
