@@ -21,7 +21,7 @@
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
-//   weight rows        16, 32 or 64         SplitKGemmPlan (params.h): a slab for each group of MMA warps
+//   weight rows        16, 32 or 64         SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // bfloat16 tokens of a narrow tile may be normed as they are loaded (RowNorm). A warp that has no more stages to fill
 // prefetches for the next launch (ReadAhead).
@@ -63,10 +63,10 @@ struct LaneBlock {
   int token, scale_block;
   bool wanted;  // there is such a token, and such a K
 
-  __device__ __forceinline__ LaneBlock(const SlabMultiplier<Shape>& slab, int i, int count, int k, int lane)
+  __device__ __forceinline__ LaneBlock(const WarpMma<Shape>& warp_mma, int i, int count, int k, int lane)
       : token(8 * (i / Shape::kKBlocks) + lane / 4),
-        scale_block((slab.first_k_block() + i % Shape::kKBlocks) * kScaleChunkBlocks + lane % 4),
-        wanted(slab.works() && token < count && scale_block * kScaleBlock < k) {}
+        scale_block((warp_mma.first_k_block() + i % Shape::kKBlocks) * kScaleChunkBlocks + lane % 4),
+        wanted(warp_mma.works() && token < count && scale_block * kScaleBlock < k) {}
 
   // Four eights of bfloat16 rows, from number `eight` on; zeros where the block is not wanted, or there are no rows.
   __device__ __forceinline__ void load(const void* rows, int64_t eight, uint4 (&to)[4]) const {
@@ -82,16 +82,16 @@ struct LaneBlock {
 // tokens are all in flight at once. Others are loaded one scale block at a time: registers are few, and the code stays
 // short.
 template <class Shape>
-__device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
+__device__ __forceinline__ void load_tokens(const DenseParams& p, WarpMma<Shape>& warp_mma, int first, int count,
                                             int lane) {
   constexpr int kBlocks = Shape::kTokenSteps * Shape::kKBlocks;
-  TokenBlock* const blocks = &slab.tokens[0][0];
+  TokenBlock* const blocks = &warp_mma.tokens[0][0];
   if constexpr (Shape::kTokenSteps == 1) {
     if (p.tokens.format == TokenFormat::kBf16) {
       uint4 rows[kBlocks][4];
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
-        const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+        const LaneBlock<Shape> block(warp_mma, i, count, p.gemm.k, lane);
         const int64_t element = static_cast<int64_t>(first + block.token) * p.gemm.k + block.scale_block * kScaleBlock;
         block.load(p.tokens.data, element / 8, rows[i]);
       }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
     shift_blocks<kBlocks>(blocks);
-    const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+    const LaneBlock<Shape> block(warp_mma, i, count, p.gemm.k, lane);
     uint4 eights[4];
     RowLoader{p.tokens, first + block.token, block.scale_block, block.wanted}.load(eights);
     pack_block<Shape::kWeights>(eights, blocks[kBlocks - 1]);
@@ -117,17 +117,17 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
 // Loads a narrow tile's tokens normed, without their factors (RowNorm). A warp of the first group leaves its sum of
 // squares of each token in `squares`, which is null for other groups. Block 0's first group writes the rows' sums.
 template <class Shape>
-__device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
+__device__ __forceinline__ void load_normed_tokens(const DenseParams& p, WarpMma<Shape>& warp_mma, int count,
                                                    float* squares, int lane) {
   static_assert(Shape::kTokenSteps == 1, "beside more tokens there are no registers for their addends and weights");
   static_assert(Shape::kMmaWarps <= DenseStorage::kMostWarps, "each warp that shares K has squares of its own");
   constexpr int kBlocks = Shape::kKBlocks;
-  TokenBlock* const blocks = &slab.tokens[0][0];
+  TokenBlock* const blocks = &warp_mma.tokens[0][0];
   float square = 0.0f;
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
     shift_blocks<kBlocks>(blocks);
-    const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+    const LaneBlock<Shape> block(warp_mma, i, count, p.gemm.k, lane);
     const bool writes = p.norm.sum != nullptr && blockIdx.x == 0 && squares != nullptr && block.wanted;
     const int eight = block.scale_block * (kScaleBlock / 8), at = block.token * (p.gemm.k / 8) + eight;
     uint4 eights[4], addends[4], weights[4];
@@ -207,29 +207,29 @@ struct DenseStep {
 
 template <class Shape>
 __device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const DenseRing& ring, int warp, int lane) {
-  SlabMultiplier<Shape> slab;
-  slab.enter(p.gemm, ring.stage(0), warp, lane);
-  if (!slab.belongs()) return;
+  WarpMma<Shape> warp_mma;
+  warp_mma.enter(p.gemm, ring.stage(0), warp, lane);
+  if (!warp_mma.belongs()) return;
   RingPlace place;
-  place.advance(slab.slice(), ring.stages);
+  place.advance(warp_mma.slice(), ring.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
     bool loaded = false;
     if constexpr (Shape::kTokenSteps == 1) {
       loaded = p.norm.weight != nullptr;
-      if (loaded && slab.works()) {
+      if (loaded && warp_mma.works()) {
         const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
         float* squares =
-            of_first_group ? ring.squares() + slab.first_k_block() / Shape::kKBlocks * kNarrowTokens : nullptr;
-        load_normed_tokens<Shape>(p, slab, count, squares, lane);
+            of_first_group ? ring.squares() + warp_mma.first_k_block() / Shape::kKBlocks * kNarrowTokens : nullptr;
+        load_normed_tokens<Shape>(p, warp_mma, count, squares, lane);
       }
     }
-    if (!loaded) load_tokens<Shape>(p, slab, first, count, lane);
+    if (!loaded) load_tokens<Shape>(p, warp_mma, first, count, lane);
     for (int work_tile = static_cast<int>(blockIdx.x); work_tile < p.gemm.work_tiles; work_tile += ptx::grid_blocks()) {
-      const uint32_t row = slab.first_row(work_tile, p.gemm.part_rows());
+      const uint32_t row = warp_mma.first_row(work_tile, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
-      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.high_row_offset);
+      if (warp_mma.works()) warp_mma.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.high_row_offset);
       __syncwarp();
       ptx::mbarrier_arrive(ring.done(place.stage));
       place.advance(p.gemm.slices, ring.stages);
@@ -263,7 +263,7 @@ struct LargestOutputs {
 template <class Shape>
 __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
                                                   int warp, int lane) {
-  using Slab = SlabMultiplier<Shape>;
+  using Mma = WarpMma<Shape>;
   const SplitKGemm& g = p.gemm;
   const int ring_work_tiles = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
   if (warp >= epilogue_warps) return;
@@ -289,15 +289,15 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
 
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);
-  const int row = slab_row<Shape>(lane / 4, g.pitch);
+  const int row = fragment_row<Shape>(lane / 4, g.pitch);
   RingPlace first_place;
   first_place.advance(warp * g.slices, ring.stages);
   for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
     const int first_token = step.tile * Shape::kTokenTile;
     const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
-    for (int slab = 0; slab < g.groups; ++slab) {
+    for (int fragment = 0; fragment < g.groups; ++fragment) {
       // And the one 8 rows further on
-      const int output = (step.weight_work_tile() * g.groups + slab) * kSlabRows + row;
+      const int output = (step.weight_work_tile() * g.groups + fragment) * kFragmentRows + row;
       float bias[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -308,9 +308,9 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
       float sums[Shape::kTokenSteps][4] = {};
       RingPlace place = first_place;
       for (int slice = 0; slice < g.slices; ++slice) {
-        if (slab == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
-        add_partials<Shape>(g, ring.stage(place.stage), slice, slab, row, lane, count, sums);
-        if (slab == g.groups - 1) {
+        if (fragment == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
+        add_partials<Shape>(g, ring.stage(place.stage), slice, fragment, row, lane, count, sums);
+        if (fragment == g.groups - 1) {
           __syncwarp();
           DenseStep next = step;
           next.advance(work, ring_work_tiles);
@@ -333,7 +333,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
         const float factor = Shape::kTokenSteps == 1 ? scale * factors.of[i % 2] : scale;
-        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], factor, bias[i % 4 / 2]);
+        float value = fmaf(Mma::kAccumulatorScale * sums[i / 4][i % 4], factor, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);

@@ -19,7 +19,7 @@
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxSplitKStages
-//   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): a slab for each group of MMA warps
+//   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
@@ -29,15 +29,15 @@
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
-//   multiply a slab of zeros, which fetches  wait for the launch in front; E0 routes
+//   multiply an M16 fragment of zeros, which fetches  wait for the launch in front; E0 routes
 //     code, unless routing may need its      (by logits all choose, and meet first);
 //     stage; arrive at warmed_up             kEpilogueBarrier; arrive at kRoutedBarrier
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              ring's last one after warmed_up
 //   each work tile of the block:             every warp that fills, each work tile that it finishes:
 //     of another tile than before: tokens      wait for done[stage]
-//       from global memory into registers,     of each slab: read its biases; add the partial sums of the
-//       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last slab's
+//       from global memory into registers,     of each M16 fragment: read its biases; add the partial sums of the
+//       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last M16 fragment's
 //     wait for full[stage]                         fill the stage -> full[stage];
 //     multiply; leave partial sums over          global scale, bias, activation or routing weight; store
 //       the weights just read (gemm.cuh)
@@ -212,20 +212,20 @@ class FusedMoeMma {
       : shared(block), warp_(warp), lane_(lane) {}
 
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
-  // would take microseconds. FC1's multiplies a slab of zeros, as for a narrow tile, while routing and, with few pairs,
-  // the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It must be this
-  // loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which ends at act_ready,
-  // FC2's work ranges.
+  // would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and, with
+  // few pairs, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It
+  // must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which ends
+  // at act_ready, FC2's work ranges.
   __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
     FusedMoeScheduler scheduler;  // at FC1, before its first work range
     FusedMoeScheduler::WorkRange range = {0, prepare_warm_up() ? 1 : 0};
-    place_ = {shared.stages - 1, 1};  // the slab of zeros' stage, in a phase that counts as complete
+    place_ = {shared.stages - 1, 1};  // the M16 fragment of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
-      if (slab_.works()) load_tokens(p, scheduler.gemm, tile);
+      if (warp_mma_.works()) load_tokens(p, scheduler.gemm, tile);
       if (!warm_up || scheduler.gemm == 0) multiply(range, tile.count(), !warm_up);
       if (warm_up && scheduler.gemm == 1) {
         warm_up = false;
@@ -258,35 +258,35 @@ class FusedMoeMma {
 
   __device__ __forceinline__ void load_tokens(const FusedMoeParams& p, int gemm, const TokenTile& tile) {
     if (gemm == 0) {
-      Tokens::load_input(slab_.tokens, p, slab_.first_k_block(), lane_, tile.count(), [&](int token) {
+      Tokens::load_input(warp_mma_.tokens, p, warp_mma_.first_k_block(), lane_, tile.count(), [&](int token) {
         return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
       });
     } else {
-      Tokens::load_act(slab_.tokens, p, slab_.first_k_block(), lane_, tile.count(), tile.first());
+      Tokens::load_act(warp_mma_.tokens, p, warp_mma_.first_k_block(), lane_, tile.count(), tile.first());
     }
   }
 
-  // Zeros for one slab in the last stage, which is filled behind the warm-up; not where routing works.
+  // Zeros for one M16 fragment in the last stage, which is filled behind the warm-up; not where routing works.
   __device__ __forceinline__ bool prepare_warm_up() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
-    if (!slab_.works() || stage < FusedMoeStorage::kRouting) return false;
-    slab_.clear(stage, high_row_offset_);
+    if (!warp_mma_.works() || stage < FusedMoeStorage::kRouting) return false;
+    warp_mma_.clear(stage, high_row_offset_);
     return true;
   }
 
   __device__ __forceinline__ void enter(const SplitKGemm& g) {
     high_row_offset_ = g.high_row_offset;
     work_tile_rows_ = g.part_rows();
-    slab_.enter(g, shared.stage(0), warp_, lane_);
+    warp_mma_.enter(g, shared.stage(0), warp_, lane_);
   }
 
   // Work tiles of one work range, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will
   // again.
   __device__ __forceinline__ void multiply(const FusedMoeScheduler::WorkRange& range, int count, bool filled) {
     for (int i = 0; i < range.work_tiles; ++i) {
-      const uint32_t row = slab_.first_row(range.work_tile + i, work_tile_rows_);
+      const uint32_t row = warp_mma_.first_row(range.work_tile + i, work_tile_rows_);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
-      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count, high_row_offset_);
+      if (warp_mma_.works()) warp_mma_.multiply(place_.stage * shared.stage_bytes, row, count, high_row_offset_);
       // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
       __syncwarp();
       if (filled) ptx::mbarrier_arrive(shared.done(place_.stage));
@@ -298,7 +298,7 @@ class FusedMoeMma {
   int warp_, lane_;
   RingPlace place_;
   uint32_t high_row_offset_ = 0, work_tile_rows_ = 0;  // of the current GEMM
-  SlabMultiplier<Config> slab_;
+  WarpMma<Config> warp_mma_;
 };
 
 // The epilogue warps of the fused MoE kernel. Four, or as many as there are stages, take turns at the block's work
@@ -399,25 +399,25 @@ class FusedMoeEpilogue {
   __device__ __forceinline__ void finish() {
     const SplitKGemm& g = p.gemm[kGemm];
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
-    const int work_tile = to_finish_.work_tile(), row = slab_row<Config>(lane_ / 4, g.pitch);
-    const int outputs = kGemm == 0 ? g.slab_outputs() : kSlabRows;
-    const float scale = SlabMultiplier<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
+    const int work_tile = to_finish_.work_tile(), row = fragment_row<Config>(lane_ / 4, g.pitch);
+    const int outputs = kGemm == 0 ? g.fragment_outputs() : kFragmentRows;
+    const float scale = WarpMma<Config>::kAccumulatorScale * load_or(g.global_scale, tile.expert(), 1.0f);
     Activation activation = {};
     if constexpr (kGemm == 0) activation = Activation::of_expert(p.activation, tile.expert());
-    for (int slab = 0; slab < g.groups; ++slab) {
-      const int first = (work_tile * g.groups + slab) * outputs;
-      if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
+    for (int fragment = 0; fragment < g.groups; ++fragment) {
+      const int first = (work_tile * g.groups + fragment) * outputs;
+      if (fragment == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
       const uint8_t* stage = shared.stage(place_.stage);
       float bias[2] = {0.0f, 0.0f};
       if (g.bias != nullptr) {
-        const int at = slab * outputs + row;
+        const int at = fragment * outputs + row;
         bias[0] = load_scalar(stage + g.bias_offset, at, g.bias_type);
         bias[1] =
             load_scalar(stage + g.bias_offset, at + (kGemm == 0 && g.parts == 2 ? g.part_rows() : 8), g.bias_type);
       }
       Sums sums = {};
-      add_partials<Config>(g, stage, 0, slab, row, lane_, tile.count(), sums);
-      if (slab == g.groups - 1) {
+      add_partials<Config>(g, stage, 0, fragment, row, lane_, tile.count(), sums);
+      if (fragment == g.groups - 1) {
         __syncwarp();
         fill(place_.stage);
       }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The split-K GEMM on the device, for dense.cuh and fused_moe.cuh: the ring of stages, the copies that fill a stage,
-// the multiply of one slab, and the sum over the warps that share K.
+// the multiply of one M16 fragment, and the sum over the warps that share K.
 //
 // Lane 4g + t of an MMA warp holds scale block t of a K block, of weight rows g and g + 8 and of tokens g. The order of
 // K inside a block is free as long as both operands agree.
@@ -151,10 +151,11 @@ __device__ __forceinline__ void read_ahead(const ReadAhead& next, int share, int
   }
 }
 
-// The row of a slab's eight that MMA row g multiplies. Shared memory serves eight lanes together: four scale blocks of
-// two rows. For 16-byte scale blocks, pair rows that lie half the banks' 128-byte period apart, if there are any.
+// The row of an M16 fragment's eight that MMA row g multiplies. Shared memory serves eight lanes together: four scale
+// blocks of two rows. For 16-byte scale blocks, pair rows that lie half the banks' 128-byte period apart, if there are
+// any.
 template <class Shape>
-__device__ __forceinline__ int slab_row(int g, int pitch) {
+__device__ __forceinline__ int fragment_row(int g, int pitch) {
   if (!lanes_take_eights(Shape::kWeights)) return g;
   const int sixteens = pitch % 128 / 16;
   if (sixteens % 2 != 0) return (g >> 1) | (g & 1) << 2;  // rows r and r + 4
@@ -162,16 +163,16 @@ __device__ __forceinline__ int slab_row(int g, int pitch) {
   return g;
 }
 
-// Where a lane's two rows of a slab (g and g + 8 of the MMA) lie in a stage.
+// Where a lane's two rows of an M16 fragment (g and g + 8 of the MMA) lie in a stage.
 template <class Shape>
 struct LaneRows {
-  int low, high;  // byte offsets of the stage's first slab
-  int next_slab;  // from a slab to the next
+  int low, high;  // byte offsets of the stage's first M16 fragment
+  int next_fragment;  // from an M16 fragment to the next
 
   __device__ __forceinline__ LaneRows(const SplitKGemm& g, int row) {
     low = row * g.pitch;
     high = low + (Shape::two_parts(g) ? g.part_rows() : 8) * g.pitch;
-    next_slab = g.slab_outputs() * g.pitch;
+    next_fragment = g.fragment_outputs() * g.pitch;
   }
 };
 
@@ -181,8 +182,8 @@ template <class Shape>
 struct PartialPlace {
   static constexpr int kTailStep = 32 * 16;  // bytes of a token step in the tail
 
-  int offset[Shape::kTokenSteps];  // in the stage's first slab
-  int next_slab;
+  int offset[Shape::kTokenSteps];  // in the stage's first M16 fragment
+  int next_fragment;
 
   // `warp` is one of the stage's warps, `first_k_block` the stage's first.
   __device__ __forceinline__ PartialPlace(const SplitKGemm& g, const LaneRows<Shape>& rows, int first_k_block, int warp,
@@ -191,7 +192,7 @@ struct PartialPlace {
     const bool within = ((first_k_block + k_block) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
     const int tail = g.tail_offset + lane * 16;
     const int column = k_block * Shape::kKBlockBytes + t * Shape::kFirstPlaneBytes;
-    next_slab = within ? rows.next_slab : Shape::kTokenSteps * kTailStep;
+    next_fragment = within ? rows.next_fragment : Shape::kTokenSteps * kTailStep;
 #pragma unroll
     for (int step = 0; step < Shape::kTokenSteps; ++step) {
       offset[step] = within ? (step == 0 ? rows.low : rows.high) + column : tail + step * kTailStep;
@@ -199,9 +200,9 @@ struct PartialPlace {
   }
 };
 
-// An MMA warp's share of each work tile: kKBlocks K blocks of one slab.
+// An MMA warp's share of each work tile: kKBlocks K blocks of one M16 fragment.
 template <class Shape>
-class SlabMultiplier {
+class WarpMma {
   static constexpr int kSteps = Shape::kTokenSteps, kKBlocks = Shape::kKBlocks;
   using Expansion = mma::Expansion<Shape::kWeights, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
@@ -229,15 +230,15 @@ class SlabMultiplier {
     belongs_ = group < static_cast<unsigned>(g.groups);
     works_ = belongs_ && group_warp < g.k_warps;
     first_k_block_ = slice_k_block + stage_warp * kKBlocks;
-    const int row = slab_row<Shape>(lane / 4, g.pitch);
+    const int row = fragment_row<Shape>(lane / 4, g.pitch);
     const uint32_t base = ptx::shared_address(first_stage);
     const LaneRows<Shape> rows(g, row);
     const PartialPlace<Shape> partial(g, rows, slice_k_block, stage_warp, lane);
-    first_partial_ = base + partial.offset[0] + group * partial.next_slab;
-    first_row_ = group * g.slab_outputs();
+    first_partial_ = base + partial.offset[0] + group * partial.next_fragment;
+    first_row_ = group * g.fragment_outputs();
     second_part_ = Shape::two_parts(g) ? g.out : 0;
     const uint32_t in_box =
-        16 * (first_row_ & (g.scale_box_rows - 1));  // where the slab's first row stands in its quarter
+        16 * (first_row_ & (g.scale_box_rows - 1));  // where the M16 fragment's first row stands in its quarter
 #pragma unroll
     for (int kb = 0; kb < kKBlocks; ++kb) {
       // A lane whose scale block lies beyond K takes the first of this K block, or of the warp's first: its tokens are
@@ -246,7 +247,7 @@ class SlabMultiplier {
       if (slice_k_block + k_block >= g.k_blocks) k_block -= kb;
       const int first_block = (slice_k_block + k_block) * kScaleChunkBlocks;
       const int t = (first_block + lane % 4) * kScaleBlock < g.k ? lane % 4 : 0;
-      const uint32_t column = base + group * rows.next_slab + k_block * Shape::kKBlockBytes + rows.low;
+      const uint32_t column = base + group * rows.next_fragment + k_block * Shape::kKBlockBytes + rows.low;
       operands_[kb].weights = column + t * Shape::kFirstPlaneBytes;
       if constexpr (Shape::kTwoPlanes) {
         const int blocks = min(kScaleChunkBlocks, g.k / kScaleBlock - first_block);  // of the K block
@@ -269,7 +270,7 @@ class SlabMultiplier {
   // The warp's first K block.
   __device__ __forceinline__ int first_k_block() const { return first_k_block_; }
 
-  // A slab of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
+  // An M16 fragment of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
   __device__ __forceinline__ void clear(uint32_t stage, uint32_t high_row_offset) const {
     constexpr float kZeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -288,19 +289,20 @@ class SlabMultiplier {
     __syncwarp();
   }
 
-  // First row of the warp's slab in a work tile of `work_tile_rows`. Callers ask before they wait for the work tile's
-  // stage.
+  // First row of the warp's M16 fragment in a work tile of `work_tile_rows`. Callers ask before they wait for the work
+  // tile's stage.
   __device__ __forceinline__ uint32_t first_row(uint32_t work_tile, uint32_t work_tile_rows) const {
     return work_tile * work_tile_rows + first_row_;
   }
 
-  // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
-  // Leaves partial sums there. `high_row_offset`: SplitKGemm's; launches of one GEMM need not keep it in a register.
+  // The warp's M16 fragment from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count`
+  // tokens. Leaves partial sums there. `high_row_offset`: SplitKGemm's; launches of one GEMM need not keep it in a
+  // register.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t high_row_offset) const {
     if (kSteps == 1 || count > kNarrowTokens) {
-      multiply_slab<kSteps>(stage, row, high_row_offset);
+      multiply_fragment<kSteps>(stage, row, high_row_offset);
     } else {
-      multiply_slab<1>(stage, row, high_row_offset);
+      multiply_fragment<1>(stage, row, high_row_offset);
     }
   }
 
@@ -339,9 +341,9 @@ class SlabMultiplier {
     return first_partial_ + step * (in_weights ? high_row_offset : PartialPlace<Shape>::kTailStep);
   }
 
-  // kActive: token steps that hold tokens. `row`: the slab's first, in the first part.
+  // kActive: token steps that hold tokens. `row`: the M16 fragment's first, in the first part.
   template <int kActive>
-  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t high_row_offset) const {
+  __device__ __forceinline__ void multiply_fragment(uint32_t stage, uint32_t row, uint32_t high_row_offset) const {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
     Block weights[kKBlocks][2];
     uint32_t scales[kKBlocks][2], nan[2] = {0, 0};
@@ -447,16 +449,16 @@ class SlabMultiplier {
   uint32_t second_plane_ = 0;  // byte kb: from K block kb's weights to their second plane
   uint32_t next_scale_ = 0;  // from row g to row g + 8
   uint32_t first_partial_ = 0;  // address of the first token step's
-  uint32_t first_row_ = 0;  // the slab's in the first work tile
+  uint32_t first_row_ = 0;  // the M16 fragment's in the first work tile
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
 
-// Adds the sums of the lanes that share an output's K, of a slab in one stage, in the order of K, so that the result is
-// the same on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g
-// + 8.
+// Adds the sums of the lanes that share an output's K, of an M16 fragment in one stage, in the order of K, so that the
+// result is the same on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g
+// and row g + 8.
 template <class Shape>
-__device__ __forceinline__ void add_partials(const SplitKGemm& g, const uint8_t* stage, int slice, int slab, int row,
-                                             int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
+__device__ __forceinline__ void add_partials(const SplitKGemm& g, const uint8_t* stage, int slice, int fragment,
+                                             int row, int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
   const LaneRows<Shape> rows(g, row);
   const int warps = Shape::kSliced ? min(g.stage_warps, g.k_warps - slice * g.stage_warps) : g.k_warps;
   const int first_k_block = Shape::kSliced ? slice * g.stage_k_blocks : 0;
@@ -464,8 +466,9 @@ __device__ __forceinline__ void add_partials(const SplitKGemm& g, const uint8_t*
 #pragma unroll
   for (int step = 0; step < Shape::kTokenSteps; ++step) {
     if (kNarrowTokens * step >= count) break;  // nothing was multiplied
-    const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
-    const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
+    const uint8_t* from = stage + first.offset[step] + fragment * first.next_fragment;
+    const float4 last_part =
+        *reinterpret_cast<const float4*>(stage + last.offset[step] + fragment * last.next_fragment);
     auto& sum = sums[step];
 #pragma unroll 11
     for (int warp = 0; warp < warps - 1; ++warp) {

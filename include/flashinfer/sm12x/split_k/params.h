@@ -14,18 +14,19 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kSlabRows = 16;  // the M side of an MMA
+constexpr int kFragmentRows = 16;  // the M side of an MMA
 constexpr int kMaxGroups = 4;  // a work tile's rows of a part, at most 64, lie in one scale chunk
 constexpr int kMaxSplitKStages = 16;
 constexpr int kEpilogueWarps = 4;  // of a thread block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
-// Weights are one matrix or several, row by row. A slab is 16 rows and all of K. A group of MMA warps multiplies a
-// slab, each of its warps a range of K. A work tile is one slab for each group. It fills one stage of the ring, or,
-// where a slab is large, `slices` stages: each holds a range of K, for the warps that multiply it.
+// Weights are one matrix or several, row by row. An M16 fragment is 16 rows and all of K. A group of MMA warps
+// multiplies an M16 fragment, each of its warps a range of K. A work tile is one M16 fragment for each group. It fills
+// one stage of the ring, or, where an M16 fragment is large, `slices` stages: each holds a range of K, for the warps
+// that multiply it.
 //
-// A matrix has one part, or two of equal size, up and gate. Then a slab takes 8 rows of each, so that a lane has up and
-// gate of one output.
+// A matrix has one part, or two of equal size, up and gate. Then an M16 fragment takes 8 rows of each, so that a lane
+// has up and gate of one output.
 struct SplitKGemm {
   CUtensorMap scales;  // [matrices x row chunks][scale words along K][128 words]; a box has all scale words of a stage
   const uint8_t* weights;  // [matrices][parts][out][row_bytes]
@@ -43,10 +44,10 @@ struct SplitKGemm {
   int stage_scale_words;
   int slices;  // stages of a work tile
   int slice_bytes;  // of a row in a stage; the last slice may have fewer
-  int groups;  // of MMA warps, and slabs of a work tile: 1, 2 or 4
+  int groups;  // of MMA warps, and M16 fragments of a work tile: 1, 2 or 4
   int work_tiles;  // that one tile of tokens needs
   int pitch;  // bytes from row to row of a stage: row_bytes, or padded, or of a slice, where rows are copied one by one
-  uint32_t high_row_offset;  // bytes from row g of a slab to row g + 8
+  uint32_t high_row_offset;  // bytes from row g of an M16 fragment to row g + 8
   int scale_box_rows;  // rows of a work tile's part, at most the chunk's quarter of 32; a power of two
   int scale_offset;  // in a stage, behind the weights: a scale box for each part
   int bias_offset;  // in a stage, behind the scales: biases of each part
@@ -55,8 +56,11 @@ struct SplitKGemm {
   const void* bias;  // [matrices][parts][out] or null
   ScalarType bias_type;
 
-  FLASHINFER_SM12X_HOST_DEVICE constexpr int slab_outputs() const { return parts == 2 ? kSlabRows / 2 : kSlabRows; }
-  FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return slab_outputs() * groups; }  // of a work tile
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int fragment_outputs() const {
+    return parts == 2 ? kFragmentRows / 2 : kFragmentRows;
+  }
+  // Of a work tile
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return fragment_outputs() * groups; }
   FLASHINFER_SM12X_HOST_DEVICE int bias_bytes() const { return bias_type == ScalarType::kF32 ? 4 : 2; }
   // Bytes of a scale box, which is one copy.
   FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_box_bytes() const { return stage_scale_words * scale_box_rows * 16; }
@@ -69,8 +73,8 @@ FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
   return stages / slices < kEpilogueWarps ? stages / slices : kEpilogueWarps;
 }
 
-// The parameters that are fixed at compile time. Each warp of a group takes kKBlocks K blocks of a slab and keeps that
-// range of the tile's tokens in registers: 16 of them for 8 tokens and one K block.
+// The parameters that are fixed at compile time. Each warp of a group takes kKBlocks K blocks of an M16 fragment and
+// keeps that range of the tile's tokens in registers: 16 of them for 8 tokens and one K block.
 //
 // kSliced_: a GEMM of one matrix of one part with any number of rows; a work tile may fill several stages. Otherwise
 // every work tile is whole, fills one stage and brings its biases.
@@ -122,7 +126,7 @@ struct SplitKGemmPlan {
     g.stage_scale_words = g.slices == 1 ? g.scale_words : g.stage_k_blocks * scale_words_of_k_block(format);
     g.slice_bytes = g.slices == 1 ? g.row_bytes : g.stage_k_blocks * k_block_bytes(format);
     for (int groups = g.slices == 1 ? kMaxGroups : 1; groups > 0 && g.groups == 0; groups /= 2) {
-      const bool whole = sliced || out % (groups * g.slab_outputs()) == 0;
+      const bool whole = sliced || out % (groups * g.fragment_outputs()) == 0;
       if (groups * g.stage_warps * g.slices <= mma_warps && whole) g.groups = groups;
     }
     if (g.groups == 0) return g;
@@ -139,10 +143,10 @@ struct SplitKGemmPlan {
     }
     g.high_row_offset = static_cast<uint32_t>((parts == 2 ? g.part_rows() : 8) * g.pitch);
     g.scale_box_rows = g.part_rows() < 32 ? g.part_rows() : 32;
-    g.scale_offset = round_up(kSlabRows * g.groups * g.pitch, 128);
+    g.scale_offset = round_up(kFragmentRows * g.groups * g.pitch, 128);
     g.bias_offset = g.scale_offset + parts * g.scale_box_bytes();
     g.tail_offset = g.bias_offset;
-    if (!sliced) g.tail_offset += kSlabRows * g.groups * static_cast<int>(sizeof(float));
+    if (!sliced) g.tail_offset += kFragmentRows * g.groups * static_cast<int>(sizeof(float));
     g.tail_offset = round_up(g.tail_offset, 16);
     return g;
   }
