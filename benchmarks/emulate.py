@@ -131,7 +131,7 @@ class Run:
 
 def token_tiles(tactics: Tactics) -> tuple[int, int]:
     """The token tiles of FC1 and FC2."""
-    return INSTANCES[tactics[0]].token_tile, INSTANCES[tactics[1]].token_tile
+    return INSTANCES[tactics[0]].block_n, INSTANCES[tactics[1]].block_n
 
 
 def runs_for(tactics: Tactics) -> list[Run]:
@@ -304,7 +304,7 @@ def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Itera
             if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.split_k):
                 continue
             began = time.perf_counter()
-            most = dense.MOST_PASSES * row.token_tile if row.split_k else 2**30
+            most = dense.MOST_PASSES * row.block_n if row.split_k else 2**30
             counts = [
                 count for count in [*priced_tokens(weights, activation, k), dense.FEW_TOKENS + 1] if count <= most
             ]

@@ -70,7 +70,7 @@ def blocks_of_gemms(device: VirtualDevice, row: Instance) -> list[int]:
     """Blocks of FC1 and of FC2 in the layer last launched, by the two-kernel path of ``row``."""
     launches = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel][-2:]
     for launch in launches:
-        sizes = (row.token_tile, row.k_tile, row.stages, row.blocks_per_sm)
+        sizes = (row.block_n, row.block_k, row.stages, row.blocks_per_sm)
         assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
     fc1, fc2 = (launch.grid[0] for launch in launches)
     return [fc1, fc2]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashinfer.sm12x.instances import ROW_TILE, Format, Instance
+from flashinfer.sm12x.instances import BLOCK_M, Format, Instance
 from flashinfer.sm12x.models import matrix_bytes
 from flashinfer_sm12x.files import written_whole
 
@@ -63,27 +63,27 @@ class KeptRun(NamedTuple):
 
 def runs_for(row: Instance, tokens: int) -> list[Run]:
     """The runs to which the counts of a batch of ``tokens`` are fitted."""
-    unit = 16 * MULTIPROCESSORS if row.split_k else 2 * ROW_TILE
-    batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
+    unit = 16 * MULTIPROCESSORS if row.split_k else 2 * BLOCK_M
+    batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.block_n, 4 * row.block_n]
     return list(itertools.product(batches, (unit, 2 * unit)))
 
 
 def grid_of(row: Instance, tokens: int, n: int, resident: int) -> int:
     """Blocks of a GEMM on a device that holds ``resident`` blocks at a time (``dense_blocks`` in the launcher)."""
-    units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
-    busy_percent = 40 if row.token_tile <= 64 else 75
+    units = -(-n // BLOCK_M) * -(-tokens // row.block_n)
+    busy_percent = 40 if row.block_n <= 64 else 75
     return units if units <= resident and 100 * units >= busy_percent * MULTIPROCESSORS else resident
 
 
 def bytes_of_parts(row: Instance, case: tuple[int, int, int], blocks: int) -> float:
     """Bytes of the partial sums of units that blocks share; ``case``: tokens, N, K."""
     tokens, n, k = case
-    units, k_tiles = -(-n // ROW_TILE) * -(-tokens // row.token_tile), -(-k // 128)
+    units, k_tiles = -(-n // BLOCK_M) * -(-tokens // row.block_n), -(-k // 128)
     parts = 0
     for block in range(blocks):
         tiles = collections.Counter(unit for unit, _ in walk(units, k_tiles, blocks, block))
         parts += sum(count < k_tiles for count in tiles.values())
-    return parts * 4.0 * ROW_TILE * row.token_tile
+    return parts * 4.0 * BLOCK_M * row.block_n
 
 
 def launches_of(
@@ -116,7 +116,7 @@ def launches_of(
 
 def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch) -> list[Launch]:
     """The passes of a stream's launch over its weights, as launches one after the other."""
-    passes = -(-tokens // row.token_tile)
+    passes = -(-tokens // row.block_n)
     weights = matrix_bytes(*layer, row.weights)
     first = dataclasses.replace(stream.counts * (1 / passes), bytes=stream.counts.bytes)
     later = dataclasses.replace(first, bytes=weights if weights > L2_CAPACITY else 0.0)
@@ -127,7 +127,7 @@ def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int
     """Bytes that a GEMM reads from DRAM again, because L2 did not keep them."""
     n, k = layer
     weights, row_bytes = (matrix_bytes(128, 128, elements) / 128 for elements in (row.weights, row.operand))
-    gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, ROW_TILE * weights, row_bytes)
+    gemm = Gemm([tokens], -(-n // BLOCK_M), -(-k // 128), row.block_n, BLOCK_M * weights, row_bytes)
     return dram_bytes(gemm, blocks, L2_CAPACITY) - gemm.once()
 
 

@@ -26,72 +26,72 @@ class Gemm:
     ----------
     rows : sequence of int
         Token rows of each expert.
-    row_tiles, k_tiles, token_tile : int
+    m_tiles, k_tiles, block_n : int
         Tiles of 128 weight rows, tiles along K, and token rows of a tile.
     weight_bytes, row_bytes : float
         Bytes that one k-tile reads: a row tile's weights and scales; one token row with its scales.
     """
 
     rows: Sequence[int]
-    row_tiles: int
+    m_tiles: int
     k_tiles: int
-    token_tile: int
+    block_n: int
     weight_bytes: float
     row_bytes: float
 
     def units(self) -> list[tuple[int, int, int]]:
         """(expert, row tile, token tile) in the kernels' order."""
-        tiles = [-(-rows // self.token_tile) for rows in self.rows]
-        panel = PANEL_TOKENS // self.token_tile
+        tiles = [-(-rows // self.block_n) for rows in self.rows]
+        panel = PANEL_TOKENS // self.block_n
         return [
-            (expert, row_tile, token_tile)
+            (expert, block_m, block_n)
             for expert, last in enumerate(tiles)
             for first in range(0, last, panel)
-            for row_tile in range(self.row_tiles)
-            for token_tile in range(first, min(first + panel, last))
+            for block_m in range(self.m_tiles)
+            for block_n in range(first, min(first + panel, last))
         ]
 
     def once(self) -> float:
         """Bytes if each were read once."""
         experts = sum(rows > 0 for rows in self.rows)
-        return self.k_tiles * (experts * self.row_tiles * self.weight_bytes + sum(self.rows) * self.row_bytes)
+        return self.k_tiles * (experts * self.m_tiles * self.weight_bytes + sum(self.rows) * self.row_bytes)
 
 
 def walk(units: int, k_tiles: int, blocks: int, block: int) -> Iterator[tuple[int, int]]:
     """The (unit, k-tile) pairs of one block: whole units in turn, then an equal share of the rest."""
     turns = max(units // blocks - 1, 0)
     for turn in range(turns):
-        for k_tile in range(k_tiles):
-            yield turn * blocks + block, k_tile
+        for block_k in range(k_tiles):
+            yield turn * blocks + block, block_k
     rest = (units - turns * blocks) * k_tiles
     length, longer = divmod(rest, min(rest, blocks)) if rest else (0, 0)
     if rest and block >= min(rest, blocks):
         return
     begin = block * length + min(block, longer)
     for tile in range(begin, begin + length + (block < longer)):
-        unit, k_tile = divmod(tile, k_tiles)
-        yield turns * blocks + unit, k_tile
+        unit, block_k = divmod(tile, k_tiles)
+        yield turns * blocks + unit, block_k
 
 
 def dram_bytes(gemm: Gemm, blocks: int, capacity: float) -> float:
     """Bytes that miss an L2 of ``capacity`` bytes."""
     k_tiles, most = gemm.k_tiles, max(gemm.rows, default=0)
-    weight_tiles = len(gemm.rows) * gemm.row_tiles
+    weight_tiles = len(gemm.rows) * gemm.m_tiles
     # Each unit has the numbers of its first tiles of weights and of tokens, and the bytes of a tile of tokens.
     units = [
         (
-            (expert * gemm.row_tiles + row_tile) * k_tiles,
-            (weight_tiles + expert * most + token_tile) * k_tiles,
-            min(gemm.token_tile, gemm.rows[expert] - token_tile * gemm.token_tile) * gemm.row_bytes,
+            (expert * gemm.m_tiles + block_m) * k_tiles,
+            (weight_tiles + expert * most + block_n) * k_tiles,
+            min(gemm.block_n, gemm.rows[expert] - block_n * gemm.block_n) * gemm.row_bytes,
         )
-        for expert, row_tile, token_tile in gemm.units()
+        for expert, block_m, block_n in gemm.units()
     ]
     held: OrderedDict[int, float] = OrderedDict()
     filled = missed = 0.0
     for steps in itertools.zip_longest(*(walk(len(units), k_tiles, blocks, block) for block in range(blocks))):
-        for unit, k_tile in filter(None, steps):
+        for unit, block_k in filter(None, steps):
             weights, tokens, token_bytes = units[unit]
-            for tile, size in ((weights + k_tile, gemm.weight_bytes), (tokens + k_tile, token_bytes)):
+            for tile, size in ((weights + block_k, gemm.weight_bytes), (tokens + block_k, token_bytes)):
                 if tile in held:
                     held.move_to_end(tile)
                     continue

@@ -28,7 +28,7 @@ import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.jit.sm12x.modules import multiplies_in_half
-from flashinfer.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
+from flashinfer.sm12x.instances import BLOCK_M, FORMATS, INSTANCES
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 from flashinfer_sm12x.files import written_whole
 
@@ -115,12 +115,12 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     row = INSTANCES[tactic]
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (layer.fc1_rows, layer.hidden) if fc1 else (layer.hidden, layer.inter)
-    scales = row.k_tile / SCALE_BLOCK
+    scales = row.block_k / SCALE_BLOCK
     block = FORMATS[row.weights].elements_per_scale
     assert block is not None
-    weights = ROW_TILE * (row.k_tile / 2 + row.k_tile / block)
-    row_bytes = row.k_tile + scales if row.operand == "mxfp8" else 2 * row.k_tile
-    gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
+    weights = BLOCK_M * (row.block_k / 2 + row.block_k / block)
+    row_bytes = row.block_k + scales if row.operand == "mxfp8" else 2 * row.block_k
+    gemm = Gemm(rows, -(-outputs // BLOCK_M), -(-k // row.block_k), row.block_n, weights, row_bytes)
     contributions = 0 if fc1 else 4.0 * sum(rows) * layer.hidden
     read_back = contributions if contributions > gb10.L2_CAPACITY else 0.0
     return dram_bytes(gemm, blocks, gb10.L2_CAPACITY) - gemm.once() + read_back

@@ -2,7 +2,7 @@
 """The default instance for a shape, and the reason; ``python -m flashinfer sm12x-plan`` prints both.
 
 The choice follows the number of token rows that an expert can expect, since that is the N side of its GEMMs: the
-narrowest token tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
+narrowest N tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
 are those of the device's class (``flashinfer.sm12x.device_class``): they come from the tactic sweep on an H200 in
 ``docs/log.md``; those of SM12x, where the MMA is block-scaled and wide tiles cost no scale arithmetic, are predictions
 until somebody has measured them on a GB10.
@@ -85,17 +85,17 @@ def choose(
         fitting = tuple(row for row in rows_that_take_it if row.activation == activation)
     tile = next((tile for limit, tile in device.fused_moe if rows <= limit), 0)
     for row in fitting if all_sms else ():
-        if row.split_k and row.token_tile == tile:
-            return Choice(row, f"{busy}: the layer in one fused MoE kernel, token tile {tile}")
+        if row.split_k and row.block_n == tile:
+            return Choice(row, f"{busy}: the layer in one fused MoE kernel, BLOCK_N {tile}")
     pairs = device.exact_pairs if activation == "bf16" else device.pairs
     wanted = next(tile for limit, tile in (device.gemms if layer is None else pairs) if rows <= limit)
     gemms = [row for row in fitting if not row.split_k]
-    tiles = sorted({row.token_tile for row in gemms})
+    tiles = sorted({row.block_n for row in gemms})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
-    # Among equal token tiles take the longest K tile: it reads whole 128-byte pieces of a weight row.
-    best = max((row for row in gemms if row.token_tile == tile), key=lambda row: row.k_tile)
+    # Among equal N tiles take the longest BLOCK_K: it reads whole 128-byte pieces of a weight row.
+    best = max((row for row in gemms if row.block_n == tile), key=lambda row: row.block_k)
     kept = ", activations dequantized to bfloat16" if best.multiplies == "mxfp8_as_bf16" else ""
-    return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}{kept}")
+    return Choice(best, f"{busy}: BLOCK_N {tile}, BLOCK_K {best.block_k}{kept}")
 
 
 def plan_moe(

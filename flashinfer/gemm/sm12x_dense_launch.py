@@ -126,21 +126,21 @@ def choose_instance(
 ) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``.
 
-    ``tiles_per_sm``: a GEMM's token tile stays small while the output has at most so many tiles of 128 weight rows per
-    SM. 1: take the smallest token tile whose tiles all run at once, so that none is shared between blocks. More: try
-    the smallest token tile only.
+    ``tiles_per_sm``: a GEMM's N tile stays small while the output has at most so many tiles of 128 weight rows per
+    SM. 1: take the smallest N tile whose tiles all run at once, so that none is shared between blocks. More: try
+    the smallest N tile only.
     """
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
-    split_k = [row for row in rows if row.split_k and passes * row.token_tile >= num_tokens]
+    split_k = [row for row in rows if row.split_k and passes * row.block_n >= num_tokens]
     if split_k:
-        return min(split_k, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
+        return min(split_k, key=lambda row: (-(-num_tokens // row.block_n), row.block_n, row.block_k))
     gemms = [row for row in rows if not row.split_k and row.operand == operand]
-    gemms.sort(key=lambda row: row.token_tile)
+    gemms.sort(key=lambda row: row.block_n)
     for row in gemms if tiles_per_sm == 1 else gemms[:1]:
-        if -(-n // 128) * -(-num_tokens // row.token_tile) <= tiles_per_sm * sm_count:
+        if -(-n // 128) * -(-num_tokens // row.block_n) <= tiles_per_sm * sm_count:
             return row
-    return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
+    return min(gemms, key=lambda row: -(-num_tokens // row.block_n) * GEMM_TILE_COST[operand][row.block_n])
 
 
 @functools.cache

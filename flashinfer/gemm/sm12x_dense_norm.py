@@ -145,7 +145,7 @@ class NormedCall(NamedTuple):
 
 def norms(row: Instance) -> bool:
     """Whether an instance's launch computes the norm."""
-    return row.split_k and row.token_tile == MOST_TOKENS
+    return row.split_k and row.block_n == MOST_TOKENS
 
 
 def most_tokens(weight_format: str, k: int) -> int:

@@ -61,7 +61,7 @@ class SM12xDenseRunner(tune.Runner):
             for row in DENSE_INSTANCES
             if row.weights == self.weights
             and row.longest_k >= self.k
-            and (tokens <= SPLIT_K_PASSES * row.token_tile if row.split_k else row.operand == operand)
+            and (tokens <= SPLIT_K_PASSES * row.block_n if row.split_k else row.operand == operand)
         ]
         return [*names, DEQUANTIZED] if operand == "bf16" else names
 

@@ -36,7 +36,7 @@ class DeviceClass:
     tactics : tuple
         Rows that a layer may be forced to.
     fused_moe : tuple
-        Limits and token tiles of the fused MoE kernel; past the last limit it is not used.
+        Limits and N tiles of the fused MoE kernel; past the last limit it is not used.
     pairs : tuple
         The same for pairs of GEMM kernels in W4A8.
     exact_pairs : tuple
@@ -84,12 +84,12 @@ class DeviceClass:
     def candidates(self, num_rows: int, hidden: int, inter: int, weights: str = "mxfp4") -> tuple[Instance, ...]:
         """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
 
-        These are the table's rows that take the layer; among split-K kernels of one token tile only the one with the
-        smallest K tile.
+        These are the table's rows that take the layer; among split-K kernels of one N tile only the one with the
+        smallest BLOCK_K.
         """
         rows = [row for row in self.table if row.weights == weights and row.takes(num_rows, hidden, inter)]
-        split_k = sorted((row for row in rows if row.split_k), key=lambda row: -row.k_tile)
-        least = {(row.multiplies, row.token_tile): row for row in split_k}
+        split_k = sorted((row for row in rows if row.split_k), key=lambda row: -row.block_k)
+        least = {(row.multiplies, row.block_n): row for row in split_k}
         return tuple(row for row in rows if not row.split_k or row in least.values())
 
 

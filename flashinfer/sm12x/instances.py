@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
-ROW_TILE = 128
+BLOCK_M = 128
 MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
 IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
 
@@ -70,9 +70,9 @@ class Instance:
     operand : str
         Operand type in which activations are multiplied: ``"mxfp8"`` or ``"mxfp4"`` by MMAs that take block scales (in
         half precision where there are none), or ``"bf16"``, which holds the values of every format exactly.
-    token_tile : int
+    block_n : int
         Tokens of one tile: the N side of the MMA.
-    k_tile : int
+    block_k : int
         K elements of one pipeline stage; in a split-K kernel, those that one MMA warp takes.
     stages : int
         Depth of the ring of stages in shared memory. A fused MoE kernel's ring takes all that the device grants; the
@@ -94,8 +94,8 @@ class Instance:
 
     activation: Format
     operand: Format
-    token_tile: int
-    k_tile: int
+    block_n: int
+    block_k: int
     stages: int = 0
     blocks_per_sm: int = 1
     shared_bytes: int = 0
@@ -117,17 +117,17 @@ class Instance:
         """
         if self.layer == "dense":
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
-            return f"dense_{self.weights}_m{self.token_tile}_{f'w{self.k_tile // 128}' if self.split_k else gemm}"
+            return f"dense_{self.weights}_m{self.block_n}_{f'w{self.block_k // 128}' if self.split_k else gemm}"
         weights = "" if self.weights == "mxfp4" else f"{self.weights}_"
         if self.split_k:
-            longer = "" if self.k_tile == 256 else f"_w{self.k_tile // 128}"
-            return f"{weights}stream_{self.multiplies}_m{self.token_tile}{longer}"
-        return f"{weights}{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
+            longer = "" if self.block_k == 256 else f"_w{self.block_k // 128}"
+            return f"{weights}stream_{self.multiplies}_m{self.block_n}{longer}"
+        return f"{weights}{self.multiplies}_m{self.block_n}_k{self.block_k}"
 
     @property
     def number(self) -> int:
         """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`multiplies` (4, 5 or 6 if
-        fused); token tile; K tile.
+        fused); N tile; BLOCK_K.
 
         ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the
         table.
@@ -135,7 +135,7 @@ class Instance:
         if self.layer == "dense":
             return self.index
         kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.split_k else 1)
-        return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
+        return 1_000_000 * kind + 1_000 * self.block_n + self.block_k
 
     @functools.cached_property
     def index(self) -> int:
@@ -155,7 +155,7 @@ class Instance:
     @property
     def longest_k(self) -> int:
         """The longest K that the row takes."""
-        return self.mma_warps * self.k_tile if self.split_k else 2**30
+        return self.mma_warps * self.block_k if self.split_k else 2**30
 
     def takes(self, num_rows: int, hidden: int, inter: int) -> bool:
         """Whether the row computes a MoE layer of these sizes; ``num_rows`` is tokens x top_k."""
@@ -208,7 +208,7 @@ NVFP4_PAIRS: tuple[Instance, ...] = (
 )
 
 # NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a gpt-oss layer's fused MoE kernel, and only
-# one if K exceeds 3,968, so a row with a K tile of 384 would have no use.
+# one if K exceeds 3,968, so a row with a BLOCK_K of 384 would have no use.
 NVFP4_FUSED = Instance("bf16", "bf16", 8, 256, 2, 1, 76416, mma_warps=12, weights="nvfp4")
 
 NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_FUSED)
@@ -248,12 +248,12 @@ GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.operand
 """The rows for which the grouped GEMM is compiled."""
 
 
-def _dense(weights: str, token_tile: int, k_tile: int = 128, operand: Format = "bf16", **more: int) -> Instance:
-    return Instance(operand, operand, token_tile, k_tile, weights=weights, layer="dense", **more)
+def _dense(weights: str, block_n: int, block_k: int = 128, operand: Format = "bf16", **more: int) -> Instance:
+    return Instance(operand, operand, block_n, block_k, weights=weights, layer="dense", **more)
 
 
 def _split_k_dense(weights: str) -> tuple[Instance, ...]:
-    return tuple(_dense(weights, tile, k_tile, mma_warps=12) for tile, k_tile in ((8, 256), (8, 384), (16, 256)))
+    return tuple(_dense(weights, tile, block_k, mma_warps=12) for tile, block_k in ((8, 256), (8, 384), (16, 256)))
 
 
 MX_DENSE_INSTANCES: tuple[Instance, ...] = (

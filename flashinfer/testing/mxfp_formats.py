@@ -264,7 +264,7 @@ def swizzle_scales(linear: torch.Tensor) -> torch.Tensor:
     rows, blocks = linear.shape[-2:]
     padded = torch.nn.functional.pad(linear.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
     tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
-    # [..., row tile, row // 32 % 4, row % 32, block tile, block % 4] -> [..., row tile, block tile, 32, 4, 4]
+    # [..., M tile, row // 32 % 4, row % 32, block tile, block % 4] -> [..., M tile, block tile, 32, 4, 4]
     swizzled = tiles.movedim((-2, -3, -4), (-4, -3, -2)).contiguous()
     return swizzled.view(padded.shape)
 

@@ -27,7 +27,7 @@ from flashinfer_sm12x.doctor.probe import layer
 MODEL = "gpt-oss-120b"
 MOE = MODELS[MODEL].moe
 TACTIC = next(row.index for row in INSTANCES if row.activation == "mxfp8")
-TILE = INSTANCES[TACTIC].token_tile
+TILE = INSTANCES[TACTIC].block_n
 CONSTANT, PER_TILE, PER_ROW = Counts(1e5, 0, 100, 1e4), Counts(7e5, 2e8, 2e5, 9e6), Counts(3e3, 1e3, 50, 2e4)
 GIVEN = Fit(TILE, False, CONSTANT, PER_TILE, PER_ROW, 2.5, 96)
 CYCLES = 48 * 2418.0  # per microsecond
@@ -89,10 +89,10 @@ def test_three_runs_give_the_coefficients(monkeypatch: pytest.MonkeyPatch) -> No
     assert reports == 1
 
 
-@pytest.mark.parametrize("first", sorted({row.token_tile for row in INSTANCES}))
-@pytest.mark.parametrize("second", sorted({row.token_tile for row in INSTANCES}))
+@pytest.mark.parametrize("first", sorted({row.block_n for row in INSTANCES}))
+@pytest.mark.parametrize("second", sorted({row.block_n for row in INSTANCES}))
 def test_runs_determine_the_coefficients_of_any_pair(first: int, second: int) -> None:
-    tactics = [next(row.index for row in INSTANCES if row.token_tile == tile) for tile in (first, second)]
+    tactics = [next(row.index for row in INSTANCES if row.block_n == tile) for tile in (first, second)]
     runs = emulate.runs_for((tactics[0], tactics[1]))
     for tile in (first, second):
         works = [moe.work_of(run.ids(emulate.EMULATED_EXPERTS), tile) for run in runs]
@@ -169,7 +169,7 @@ def test_weights_are_read_once_an_expert_or_when_streamed_once_a_tile() -> None:
     one, two = GIVEN.at(Work(1, 1, 1, 8)), GIVEN.at(Work(1, 1, 2, 8))
     assert two.bytes == one.bytes
     assert two.instructions == one.instructions + PER_TILE.instructions
-    tactic = next(row.index for row in INSTANCES if row.split_k and row.token_tile == 8)
+    tactic = next(row.index for row in INSTANCES if row.split_k and row.block_n == 8)
     fit = dataclasses.replace(GIVEN, tile=8)
     work = moe.mean_work(MOE, 512, 8)
     assert work.tiles > 2 * work.experts
@@ -180,7 +180,7 @@ def test_weights_are_read_once_an_expert_or_when_streamed_once_a_tile() -> None:
 
 def test_what_an_l2_of_a_gb10_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contributions of a large batch are read back; tiles are read once, since neighbours are at work at a time."""
-    tactic = next(row.index for row in INSTANCES if row.token_tile == 64)
+    tactic = next(row.index for row in INSTANCES if row.block_n == 64)
     contributions = 4.0 * 2048 * 4 * 2880
     reread = moe.reread_bytes.__wrapped__
     assert reread(MOE, 1, tactic, False, 48) == pytest.approx(0.0, abs=1.0)
@@ -195,7 +195,7 @@ def test_layers_without_gate_rows_have_half_of_fc1(monkeypatch: pytest.MonkeyPat
     assert nano.fc1_rows == 1856
     assert nano.expert_bytes == 1856 * 1344 + 1920 * 168 + 2688 * 928 + 2688 * 116
     assert MOE.fc1_rows == 2 * 2880
-    tactic = next(row.index for row in INSTANCES if row.token_tile == 64)
+    tactic = next(row.index for row in INSTANCES if row.block_n == 64)
     monkeypatch.setattr(gb10, "L2_CAPACITY", 0.8e6)
     reread = moe.reread_bytes.__wrapped__
     without = MoELayer(MOE.hidden, 2 * MOE.inter, MOE.experts, MOE.top_k, "relu2")

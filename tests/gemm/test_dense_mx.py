@@ -73,7 +73,7 @@ def test_formats(device: torch.device, weights: str, tokens: str) -> None:
 def test_every_instance(device: torch.device, row: Any) -> None:
     k = min(row.longest_k, 4096) - 32
     n = 3000 if device.type == "cuda" else 200  # the CPU has no tiles
-    case = DenseCase(row.token_tile * 2 - 1, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
+    case = DenseCase(row.block_n * 2 - 1, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
     check(device, case, 7, tactic=row.index)
 
 
@@ -159,7 +159,7 @@ def test_small_tiles_are_taken_up_to_a_number_for_each_sm(sms: int, operand: For
     smallest, tokens = (32, 64) if operand == "bf16" else (64, 128)
     last = device.dense_tiles_per_sm * sms // 2  # rows of 128 outputs, each with two of the smallest tiles of tokens
     tiles = [
-        choose("mxfp4", tokens, 128 * rows, 2880, device, operand, sms).token_tile  # type: ignore[union-attr]
+        choose("mxfp4", tokens, 128 * rows, 2880, device, operand, sms).block_n  # type: ignore[union-attr]
         for rows in (last, last + 1)
     ]
     assert tiles == [smallest, 2 * smallest]

@@ -53,9 +53,7 @@ def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Insta
     slower."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     return [
-        row
-        for row in rows
-        if (tokens <= dense.MOST_PASSES * row.token_tile if row.split_k else row.operand == activation)
+        row for row in rows if (tokens <= dense.MOST_PASSES * row.block_n if row.split_k else row.operand == activation)
     ]
 
 

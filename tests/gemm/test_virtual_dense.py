@@ -70,7 +70,7 @@ def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     tiles."""
     k = row.longest_k - 96 if row.split_k else 800
     n = 16 * SMS + 56 if row.split_k else 200
-    check(device, DenseCase(row.token_tile + 3, n, k, row.weights, tokens_for(row), bias=torch.bfloat16), 1, row.name)
+    check(device, DenseCase(row.block_n + 3, n, k, row.weights, tokens_for(row), bias=torch.bfloat16), 1, row.name)
     launch = device.launches[-1]
     assert ("dense_layer_kernel" if row.split_k else "grouped_gemm_kernel") in launch.kernel
     if row.split_k:
@@ -134,7 +134,7 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in DENSE_INSTANCES if row.token_tile in (8, 32) or row.operand != "bf16"],
+    [row for row in DENSE_INSTANCES if row.block_n in (8, 32) or row.operand != "bf16"],
     ids=lambda row: row.name,
 )
 def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> None:
@@ -222,7 +222,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in DENSE_INSTANCES if row.token_tile in (8, 48, 64)], ids=lambda row: row.name
+    "row", [row for row in DENSE_INSTANCES if row.block_n in (8, 48, 64)], ids=lambda row: row.name
 )
 def test_a_layer_under_weak_memory(row: Instance) -> None:
     for seed in (1, 2):
@@ -263,7 +263,7 @@ def test_a_workspace_is_what_the_tokens_need(
 @pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm_mxfp4", "dense_mxfp4_m128_gemm_mxfp4"])
 @pytest.mark.parametrize("seed", [101, 102])
 def test_random_shapes_and_scales_of_mxfp4_tokens(device: VirtualDevice, name: str, seed: int) -> None:
-    rng, tile = random.Random(seed), BY_NAME[name].token_tile
+    rng, tile = random.Random(seed), BY_NAME[name].block_n
     m, n, k = rng.choice((tile - 1, tile, tile + 1)), 2 * rng.randrange(1, 150) + 1, 32 * (2 * rng.randrange(20) + 1)
     case = DenseCase(m, n, k, tokens="mxfp4", out_dtype=torch.float32)
     print("seed", seed, case)
@@ -365,7 +365,7 @@ def test_weights_are_dequantized_in_pieces(
 
 @pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand != "bf16"], ids=lambda row: row.name)
 def test_fragments_have_few_bank_conflicts(device: VirtualDevice, row: Instance) -> None:
-    check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, row.operand), 15, row.name)
+    check(device, DenseCase(row.block_n, 20 * 128, 512, row.weights, row.operand), 15, row.name)
     counters = device.launches[-1].counters
     assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts
 

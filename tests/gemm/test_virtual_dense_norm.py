@@ -58,11 +58,11 @@ def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     k = row.longest_k - 96
     check(
         device,
-        DenseCase(row.token_tile, 16 * SMS + 40, k, row.weights, bias=torch.bfloat16, alpha=True),
+        DenseCase(row.block_n, 16 * SMS + 40, k, row.weights, bias=torch.bfloat16, alpha=True),
         1,
         tactic=row.name,
     )
-    check(device, DenseCase(row.token_tile - 1, 72, k, row.weights), 2, adds=False, tactic=row.name)
+    check(device, DenseCase(row.block_n - 1, 72, k, row.weights), 2, adds=False, tactic=row.name)
 
 
 # One group of warps and several, slices of a unit, one scale block, parts of a K block; one token and some.

@@ -394,7 +394,7 @@ def ahead_cases(options: argparse.Namespace) -> int:
                         runs += 1
     for k in sorted({layer.hidden for layer in layers.values()}):
         for row in (row for row in DENSE_INSTANCES if row.split_k and row.longest_k >= k):
-            dense = make_dense_inputs(DenseCase(row.token_tile, 5120, k, row.weights), options.seed)
+            dense = make_dense_inputs(DenseCase(row.block_n, 5120, k, row.weights), options.seed)
             tensors = [tensor.to(device) for tensor in dense.arguments]
             named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in dense.named.items()}
             run = functools.partial(dense_block_scaled, *tensors, **named, tactic=row.name)

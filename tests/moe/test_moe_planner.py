@@ -16,7 +16,7 @@ from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceCla
 from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
-# Time of a token tile of one expert on an H200, relative to a fused MoE tile of 8 (docs/log.md, "Grid of tactics").
+# Time of a N tile of one expert on an H200, relative to a fused MoE tile of 8 (docs/log.md, "Grid of tactics").
 STREAMED, PAIR = True, False
 COST = {
     (STREAMED, 8): 1.0,
@@ -52,7 +52,7 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
         costs = {
             kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= FUSED_MOE_PAIRS
         }
-        assert costs[chosen.split_k, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
+        assert costs[chosen.split_k, chosen.block_n] <= 1.05 * min(costs.values()), (tokens, chosen.name)
 
 
 @pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
@@ -67,7 +67,7 @@ def test_a_long_k_takes_wider_warps_and_a_longer_one_pairs_of_gemms(
     row = sm12x_planner.choose(activation, 4, 32, known, (hidden, inter)).instance
     longest = max(hidden, inter)
     assert row.split_k == (longest <= 4608)
-    assert not row.split_k or row.k_tile == (256 if longest <= 3072 else 384)
+    assert not row.split_k or row.block_k == (256 if longest <= 3072 else 384)
 
 
 @pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
@@ -75,7 +75,7 @@ def test_of_streams_that_take_a_layer_only_the_shortest_is_tried(known: DeviceCl
     """Else a gpt-oss layer's tuning would build the others."""
     for longest, widths in ((2880, {256}), (4096, {384}), (5120, set())):
         rows = known.candidates(4, 2880, longest)
-        assert {row.k_tile for row in rows if row.split_k} == widths
+        assert {row.block_k for row in rows if row.split_k} == widths
 
 
 GRID = (1, 4, 16, 48, 64, 192, 512, 768, 1024)
@@ -147,5 +147,5 @@ def test_a_gb10s_choices_are_those_of_before_cards_had_their_own() -> None:
         )
         wanted = next(tile for limit, tile in limits if rows <= limit)
         assert gb10s.split_k == (rows <= 4.5)
-        assert gb10s.token_tile == (8 if gb10s.split_k else wanted)
-        assert card == gb10s if rows <= 64 or rows > 256 else card.token_tile == 64
+        assert gb10s.block_n == (8 if gb10s.split_k else wanted)
+        assert card == gb10s if rows <= 64 or rows > 256 else card.block_n == 64

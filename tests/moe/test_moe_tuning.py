@@ -143,7 +143,7 @@ def test_a_device_without_block_scales_times_what_was_made_for_it(module: Record
     with autotune(True):
         caller(module)()
     asked = {tactic for which, tactic, _ in profiler.asked if which == 1}
-    assert asked - {-1} == {row.index for row in HOPPER if row.activation == "mxfp8" and row.k_tile <= 256}
+    assert asked - {-1} == {row.index for row in HOPPER if row.activation == "mxfp8" and row.block_k <= 256}
     assert {tactic for tactic in asked - {-1} if is_alone(INSTANCES[tactic])} <= set(module.backend.built)
 
 

@@ -25,6 +25,7 @@ from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
+    BLOCK_M,
     FUSED_MOE_PAIRS,
     GEMM_INSTANCES,
     IN_KERNEL_PAIRS,
@@ -32,7 +33,6 @@ from flashinfer.sm12x.instances import (
     MAIN_MODULE,
     MAX_EXPERTS,
     NVFP4,
-    ROW_TILE,
     SM12X,
     Instance,
     index_of,
@@ -57,16 +57,16 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.split_k]
 STREAMED = [instance for instance in INSTANCES if instance.split_k]
-LONG = [instance for instance in STREAMED if instance.k_tile > 256]
+LONG = [instance for instance in STREAMED if instance.block_k > 256]
 EIGHT_BIT = [instance for instance in PAIRS if instance.multiplies == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in PAIRS if instance.multiplies == "bf16"]
 AS_BF16 = [instance for instance in PAIRS if instance.multiplies == "mxfp8_as_bf16"]  # Hopper's: modules of their own
-WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
+WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.block_n)
 # One of each kind whose weights are scaled while they are expanded.
 FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
-# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly
+# Tokens by N tile: with two of four experts a token, an expert's rows are several tiles, the last one partly
 # filled.
 TOKENS = {8: 56, 16: 100, 24: 114, 32: 130, 40: 134, 64: 160, 128: 300}
 SMS_OF_TOKENS = 48  # blocks have such shares with so many SMs
@@ -130,11 +130,11 @@ def layer_launch(device: VirtualDevice) -> Any:
 
 
 def assert_instance(launch: Any, instance: Instance) -> None:
-    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one
-    token tile, K blocks, warps."""
-    sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
+    """The kernel's template arguments are the instance's: N tile, K tile, stages, blocks per SM; of a streamed one
+    N tile, K blocks, warps."""
+    sizes = (instance.block_n, instance.block_k, instance.stages, instance.blocks_per_sm)
     if instance.split_k:
-        sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+        sizes = (instance.block_n, instance.block_k // 128, instance.mma_warps)
     assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
 
 
@@ -144,8 +144,8 @@ def assert_shares(blocks: int, instance: Instance, rows_of_experts: list[int], r
     Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having
     ``k_tiles``.
     """
-    k_tiles = -(-k // instance.k_tile)
-    units = sum(-(-rows // instance.token_tile) for rows in rows_of_experts) * row_tiles
+    k_tiles = -(-k // instance.block_k)
+    units = sum(-(-rows // instance.block_n) for rows in rows_of_experts) * row_tiles
     turns = max(units // blocks - 1, 0)
     tiles = (units - turns * blocks) * k_tiles
     length, longer = divmod(tiles, blocks)
@@ -159,14 +159,14 @@ def assert_shares(blocks: int, instance: Instance, rows_of_experts: list[int], r
 def assert_moe_shares(device: VirtualDevice, case: MoECase, inputs: MoEInputs, instance: Instance) -> None:
     fc1, fc2 = blocks_of_gemms(device, instance)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=case.num_experts).tolist()
-    assert max(rows) > instance.token_tile
-    assert_shares(fc1, instance, rows, -(-case.inter // (ROW_TILE // 2)), case.hidden)
-    assert_shares(fc2, instance, rows, -(-case.hidden // ROW_TILE), case.inter)
+    assert max(rows) > instance.block_n
+    assert_shares(fc1, instance, rows, -(-case.inter // (BLOCK_M // 2)), case.hidden)
+    assert_shares(fc2, instance, rows, -(-case.hidden // BLOCK_M), case.inter)
 
 
 def layer(instance: Instance, mode: int, sms: int, **changes: Any) -> MoECase:
     """A layer that exercises ``instance`` on a GPU with ``sms`` SMs."""
-    tokens = -(-TOKENS[instance.token_tile] * sms // SMS_OF_TOKENS)
+    tokens = -(-TOKENS[instance.block_n] * sms // SMS_OF_TOKENS)
     case = MoECase(tokens, HIDDEN, INTER, num_experts=4, top_k=2, mode=mode)
     return dataclasses.replace(case, **changes)
 
@@ -180,7 +180,7 @@ def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
     scales has two blocks instead of three or one."""
     case = layer(instance, mode, sm_count(device), swizzled_input_sf=swizzled)
     if mode != 0 or not swizzled:
-        case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=320, inter=192)
+        case = dataclasses.replace(case, num_tokens=2 * instance.block_n + 3, hidden=320, inter=192)
     inputs = check_moe(device, case, 100 + instance.index, [instance.index] * 2)
     if case.hidden == HIDDEN:
         assert_moe_shares(device, case, inputs, instance)
@@ -197,15 +197,15 @@ def test_an_instance_with_16_bit_activations(device, instance):
 def test_blocks_take_whole_units_in_turn(device, instance):
     """More than two units for each block: what is not shared along K. FC1 of the first layer, FC2 of the second."""
     tiles = (2 if instance.blocks_per_sm == 1 else 7) * sm_count(device) / SMS_OF_TOKENS
-    tokens = math.ceil(tiles * instance.token_tile) + 3
+    tokens = math.ceil(tiles * instance.block_n) + 3
     mode = 2 if instance.activation == "bf16" else 0
     for gemm, hidden, inter in ((0, 672, 2400), (1, 4128, 96)):
         inputs = check_moe(
             device, MoECase(tokens, hidden, inter, 4, 2, mode, biases=False), 310 + instance.index, [instance.index] * 2
         )
         rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
-        tiles = sum(-(-count // instance.token_tile) for count in rows)
-        units = tiles * (-(-inter // (ROW_TILE // 2)), -(-hidden // ROW_TILE))[gemm]
+        tiles = sum(-(-count // instance.block_n) for count in rows)
+        units = tiles * (-(-inter // (BLOCK_M // 2)), -(-hidden // BLOCK_M))[gemm]
         blocks = blocks_of_gemms(device, instance)[gemm]
         print(f"{units} units, {blocks} blocks")
         assert units >= 3 * blocks  # two turns and a rest
@@ -291,7 +291,7 @@ def test_more_pairs_than_the_kernels_route(device, mode, instance):
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("instance", GEMM_INSTANCES, ids=names(GEMM_INSTANCES))
 def test_a_grouped_gemm_instance(device, instance, activation):
-    tile = instance.token_tile
+    tile = instance.block_n
     rows, n, k = [3 * tile - 3, 0, 1, 4 * tile + 5, 2 * tile], HIDDEN, 800
     if activation == torch.float8_e5m2:
         rows, n, k = [tile + 3, 0, 1], 160, 320
@@ -306,7 +306,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     (launch,) = gemm_launches(device)
     assert_instance(launch, instance)
     if n == HIDDEN:
-        assert_shares(launch.grid[0], instance, rows, -(-n // ROW_TILE), k)
+        assert_shares(launch.grid[0], instance, rows, -(-n // BLOCK_M), k)
 
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -361,8 +361,8 @@ def test_a_fused_moe_layer(device, instance, mode, sizes):
     case = MoECase(37, hidden, inter, num_experts=4, top_k=2, mode=mode, swizzled_input_sf=swizzled)
     inputs = check_moe(device, case, 600 + instance.index, [instance.index] * 2)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4)
-    assert int(rows.max()) > instance.token_tile  # several tiles for an expert, the last of them partly filled
-    assert int(rows.max()) % instance.token_tile or int(rows.min()) % instance.token_tile
+    assert int(rows.max()) > instance.block_n  # several tiles for an expert, the last of them partly filled
+    assert int(rows.max()) % instance.block_n or int(rows.min()) % instance.block_n
     assert_instance(layer_launch(device), instance)
 
 
@@ -374,7 +374,7 @@ def test_a_fused_moe_layer_with_a_long_k(device, instance, mode, sizes):
     hidden, inter = sizes
     case = MoECase(5, hidden, inter, num_experts=3, top_k=2, mode=mode, swizzled_input_sf=hidden % 128 == 0)
     check_moe(device, case, 610 + instance.index)
-    assert (instance.token_tile, instance.k_tile, instance.mma_warps) == (8, 384, 12)
+    assert (instance.block_n, instance.block_k, instance.mma_warps) == (8, 384, 12)
     assert_instance(layer_launch(device), instance)
 
 
@@ -405,7 +405,7 @@ def test_a_layer_of_each_model_in_full_dimensions(device, model, mode):
 
 @pytest.mark.parametrize(("experts", "top_k"), [(256, 6), (512, 8)], ids=["256, 6 a token", "512, 8 a token"])
 @pytest.mark.parametrize("tokens", [3, 41], ids=["routed in registers", "routed in shared memory"])
-@pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 8], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.block_n == 8], ids=lambda row: row.name)
 def test_a_fused_moe_layer_of_many_experts(device, instance, tokens, experts, top_k):
     """SwigluStep for one number of experts, for the other Swiglu."""
     mode = 2 if instance.activation == "bf16" else 1
@@ -430,7 +430,7 @@ def test_a_fused_moe_layer_routes_few_and_many(device, instance, tokens):
 )
 def test_a_fused_moe_layer_has_room_for_the_most_tiles(device, instance):
     """All experts are hit, and no other number of pairs makes more tiles: each expert's last tile holds one."""
-    tile, experts = instance.token_tile, MAX_EXPERTS
+    tile, experts = instance.block_n, MAX_EXPERTS
     full = (FUSED_MOE_PAIRS - experts) // tile
     ids = torch.arange(experts).repeat_interleave(torch.tensor([1 + tile] * full + [1] * (experts - full)))
     seed = 650
@@ -445,7 +445,7 @@ def test_a_fused_moe_layer_has_room_for_the_most_tiles(device, instance):
 
 
 @pytest.mark.parametrize("tokens", [15, 45], ids=["routed in registers", "routed in shared memory"])
-@pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 16], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.block_n == 16], ids=lambda row: row.name)
 def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, tokens):
     """Streamed tiles have room for 16 tokens; those with eight or fewer take one step of MMAs."""
     hidden, inter = 288, 160
@@ -456,7 +456,7 @@ def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, toke
     assert min(tiles) <= 8 < max(tiles), rows
     # Eight MMAs a step for each K block that a warp takes: FC1's slabs have 8 outputs, FC2's 16. Three K blocks are two
     # warps, two are one. The warm-up is a step of one slab for each warp of a block that has one in FC1.
-    k_blocks = instance.k_tile // 128
+    k_blocks = instance.block_k // 128
     slab = 8 * k_blocks * (inter // 8 * 2 + hidden // 16 * 1)
     launch = layer_launch(device)
     warm_up = launch.grid[0] * 8 * k_blocks * (4 * 2)

@@ -96,8 +96,8 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
     blocks, _ = blocks_of_gemms(device, INSTANCES[tactic])
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
-    assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * row_tiles >= 2 * blocks
-    assert INSTANCES[tactic].stages * INSTANCES[tactic].k_tile >= 256
+    assert sum(-(-count // INSTANCES[tactic].block_n) for count in rows) * row_tiles >= 2 * blocks
+    assert INSTANCES[tactic].stages * INSTANCES[tactic].block_k >= 256
 
 
 @EACH_PAIR
@@ -111,4 +111,4 @@ def test_a_tokens_sum_is_made_before_the_next_unit_takes_its_place(device: Virtu
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
     _, blocks = blocks_of_gemms(device, INSTANCES[tactic])
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
-    assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * row_tiles > blocks
+    assert sum(-(-count // INSTANCES[tactic].block_n) for count in rows) * row_tiles > blocks

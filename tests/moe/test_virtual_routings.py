@@ -18,7 +18,7 @@ from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.virtual_device import VirtualDevice
 
 device = virtual_fixture()
-STREAMS = [row for row in INSTANCES if row.split_k and row.k_tile == 256]
+STREAMS = [row for row in INSTANCES if row.split_k and row.block_k == 256]
 PAIRS = [row for row in INSTANCES if not row.split_k]
 FEW_PAIRS = 32
 ROUTINGS = list(uneven_rows(64, 8, 8))
@@ -28,7 +28,7 @@ def check(
     device: VirtualDevice, row: Instance, pairs: int, experts: int, routing: str, sizes: tuple[int, int] = (64, 32)
 ) -> None:
     """With one slot, and with two where no expert has more rows than there are tokens."""
-    rows = uneven_rows(pairs, experts, row.token_tile)[routing]
+    rows = uneven_rows(pairs, experts, row.block_n)[routing]
     assert (len(rows), sum(rows)) == (experts, pairs)
     top_k = 2 if pairs % 2 == 0 and max(rows) <= pairs // 2 else 1
     mode = 2 if row.activation == "bf16" else pairs % 2
@@ -52,7 +52,7 @@ def test_a_stream(device: VirtualDevice, row: Instance, routing: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", range(1, 18))
-@pytest.mark.parametrize("row", [row for row in STREAMS if row.token_tile > 8], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in STREAMS if row.block_n > 8], ids=lambda row: row.name)
 def test_each_number_of_tokens_in_a_wide_tile(device: VirtualDevice, row: Instance, tokens: int) -> None:
     """Routed in registers, and in shared memory."""
     for others in (3, FEW_PAIRS):
@@ -77,7 +77,7 @@ def test_a_pair_of_gemms(device: VirtualDevice, row: Instance, routing: str) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "row", [row for row in INSTANCES if row.token_tile == 8 and row.k_tile <= 256], ids=lambda row: row.name
+    "row", [row for row in INSTANCES if row.block_n == 8 and row.block_k <= 256], ids=lambda row: row.name
 )
 def test_more_slots_of_a_token_than_lanes(device: VirtualDevice, row: Instance, rank: int) -> None:
     """Some of a token's experts are another rank's, and so may all be."""
@@ -94,5 +94,5 @@ def test_more_slots_of_a_token_than_lanes(device: VirtualDevice, row: Instance, 
 @pytest.mark.parametrize("routing", ["half on the last", "half on the first"])
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 def test_panels_of_an_expert(device: VirtualDevice, row: Instance, routing: str) -> None:
-    """An expert with more than a panel of 512 tokens, before others and after them, and several row tiles."""
+    """An expert with more than a panel of 512 tokens, before others and after them, and several M tiles."""
     check(device, row, 2 * 600, 5, routing, (160, 96))

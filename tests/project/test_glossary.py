@@ -169,7 +169,7 @@ def test_constants_of_the_same_name_are_equal_in_both_languages(cxx, python) -> 
     """Whatever Python has under the name of a constant of C++: ``SCALE_BLOCK`` and ``kScaleBlock``."""
     found = {(name, theirs) for _, name, _, theirs in namesakes(cxx, python)}
     assert found >= {
-        ("ROW_TILE", "kRowTile"),
+        ("BLOCK_M", "kBlockM"),
         ("SCALE_BLOCK", "kScaleBlock"),
         ("K_BLOCK", "kKBlock"),
         ("FUSED_MOE_PAIRS", "kFusedMoePairs"),
@@ -260,7 +260,7 @@ def words() -> list[Word]:
 
 
 def numbers_of(name: str, python: Mapping[str, Module]) -> list[Number] | None:
-    """What a name such as ``instances.ROW_TILE`` or ``Instance.stages`` is in Python, if there is one; it may be no
+    """What a name such as ``instances.BLOCK_M`` or ``Instance.stages`` is in Python, if there is one; it may be no
     number."""
     owner, _, last = name.partition(".")
     found = [

@@ -19,7 +19,7 @@ from virtual_moe import run_moe
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, rmsnorm_dense_block_scaled
-from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, ROW_TILE, Instance, index_of
+from flashinfer.sm12x.instances import BLOCK_M, DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, Instance, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -102,17 +102,17 @@ def test_a_pair_of_gemms(device: VirtualDevice, name: str) -> None:
     mode = 2 if row.activation == "bf16" else 0
     for units in AROUND:
         if units <= 12:
-            check_layer(device, MoECase(3, ROW_TILE * units, 96, 2, 1, mode), row.index)
-            check_layer(device, MoECase(3, 96, ROW_TILE // 2 * units, 2, 1, mode, biases=False), row.index)
+            check_layer(device, MoECase(3, BLOCK_M * units, 96, 2, 1, mode), row.index)
+            check_layer(device, MoECase(3, 96, BLOCK_M // 2 * units, 2, 1, mode, biases=False), row.index)
     # As many units as blocks, one fewer and one more: tiles of one expert.
     blocks = device.launches[-1].grid[0]
     for tiles in {max(blocks - 1, 1), blocks, blocks + 1} if blocks <= 40 else ():
-        check_layer(device, MoECase(tiles * row.token_tile, 128, 32, 1, 1, mode), row.index)
+        check_layer(device, MoECase(tiles * row.block_n, 128, 32, 1, 1, mode), row.index)
         assert device.launches[-1].grid[0] == blocks
 
 
 def test_a_grouped_gemm(device: VirtualDevice) -> None:
-    tile = GEMM_INSTANCES[0].token_tile
+    tile = GEMM_INSTANCES[0].block_n
     for units in AROUND:
         call = make_group_gemm_inputs([tile * (units - units // 2), 0, tile * (units // 2)], 128, 160, units)
         out = launch_group_gemm(device, call, GEMM_INSTANCES[0].index)
@@ -131,8 +131,8 @@ def test_a_dense_layer(device: VirtualDevice) -> None:
         check_dense(DenseCase(3, STREAM_ROWS * units, 96), DENSE["dense_mxfp4_m8_w2"])
         assert device.launches[-1].grid[0] == min(units, SMS)
         check_dense(DenseCase(19, STREAM_ROWS * units - 3, 96), DENSE["dense_mxfp4_m8_w2"])
-        check_dense(DenseCase(3, ROW_TILE * units, 96), DENSE["dense_mxfp4_m32_gemm"])
-        check_dense(DenseCase(3, ROW_TILE * units - 3, 96, tokens="mxfp8"), DENSE["dense_mxfp4_m64_gemm_mxfp8"])
+        check_dense(DenseCase(3, BLOCK_M * units, 96), DENSE["dense_mxfp4_m32_gemm"])
+        check_dense(DenseCase(3, BLOCK_M * units - 3, 96, tokens="mxfp8"), DENSE["dense_mxfp4_m64_gemm_mxfp8"])
         check_dense(DenseCase(32 * units, 40, 96), DENSE["dense_mxfp4_m32_gemm"])
 
 

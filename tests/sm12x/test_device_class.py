@@ -27,10 +27,10 @@ def test_the_class_of_a_capability(capability: tuple[int, int], expected: Device
 
 def test_limits_rise_to_the_end_and_name_tiles_that_there_are() -> None:
     for known in CLASSES:
-        tiles = {row.token_tile for row in known.table if not row.split_k}
+        tiles = {row.block_n for row in known.table if not row.split_k}
         for limits in (known.pairs, known.exact_pairs, known.gemms):
             assert [limit for limit, _ in limits] == sorted({limit for limit, _ in limits})
             assert limits[-1][0] == float("inf")
             assert {tile for _, tile in limits} <= tiles
-        assert {tile for _, tile in known.fused_moe} <= {row.token_tile for row in known.table if row.split_k}
+        assert {tile for _, tile in known.fused_moe} <= {row.block_n for row in known.table if row.split_k}
         assert set(known.table) <= set(known.tactics) <= set(INSTANCES)

@@ -66,10 +66,10 @@ def test_a_tile_is_taken_up_to_its_limit(
         return
     pairs = known.exact_pairs if activation == "bf16" else known.pairs
     rows = [
-        row for row in known.table if (row.activation, row.weights, row.k_tile != 384) == (activation, weights, True)
+        row for row in known.table if (row.activation, row.weights, row.block_k != 384) == (activation, weights, True)
     ]
-    streams = {row.token_tile for row in rows if row.split_k}
-    tiles = sorted({row.token_tile for row in rows if not row.split_k})
+    streams = {row.block_n for row in rows if row.split_k}
+    tiles = sorted({row.block_n for row in rows if not row.split_k})
     seen = set()
     for number in edges((*known.fused_moe, *pairs)):
         monkeypatch.setattr(sm12x_planner, "expected_rows", lambda *_, number=number: number)
@@ -77,12 +77,12 @@ def test_a_tile_is_taken_up_to_its_limit(
             chosen = choose(activation, 8, 8, known, LAYER, all_sms, weights).instance
             tile = wanted_tile(known.fused_moe, number)
             if all_sms and tile in streams:
-                assert (chosen.split_k, chosen.token_tile) == (True, tile), number
+                assert (chosen.split_k, chosen.block_n) == (True, tile), number
             else:
                 widest = [each for each in tiles if each >= wanted_tile(pairs, number)]
-                assert (chosen.split_k, chosen.token_tile) == (False, (widest or tiles[-1:])[0]), number
-                longest = max(row.k_tile for row in rows if not row.split_k and row.token_tile == chosen.token_tile)
-                assert chosen.k_tile == longest
+                assert (chosen.split_k, chosen.block_n) == (False, (widest or tiles[-1:])[0]), number
+                longest = max(row.block_k for row in rows if not row.split_k and row.block_n == chosen.block_n)
+                assert chosen.block_k == longest
             assert (chosen.activation, chosen.weights) == (activation, weights)
             seen.add(chosen)
     assert len(seen) > 3
@@ -93,8 +93,8 @@ def test_a_grouped_gemms_tile_is_taken_up_to_its_limit(known: DeviceClass, monke
     for rows in edges(known.gemms):
         monkeypatch.setattr(sm12x_planner, "expected_rows", lambda *_, rows=rows: rows)
         chosen = INSTANCES[sm12x_planner.plan_group_gemm(8, 8, known)]
-        there = sorted({row.token_tile for row in sm12x_planner.GEMM_INSTANCES})
-        assert chosen.token_tile == next(tile for tile in there if tile >= wanted_tile(known.gemms, rows))
+        there = sorted({row.block_n for row in sm12x_planner.GEMM_INSTANCES})
+        assert chosen.block_n == next(tile for tile in there if tile >= wanted_tile(known.gemms, rows))
         assert chosen in sm12x_planner.GEMM_INSTANCES and not chosen.split_k
 
 
@@ -213,7 +213,7 @@ def test_streams_take_two_passes_over_twelve_mebibytes(weights: str) -> None:
                 assert chosen is not None
                 assert chosen.split_k == (tokens <= passes * widest), (n, k, tokens, chosen.name)
                 if chosen.split_k:
-                    assert chosen.token_tile == (8 if tokens <= 8 else widest)
+                    assert chosen.block_n == (8 if tokens <= 8 else widest)
     for k, expected in ((3072, "w2"), (3104, "w3"), (4608, "w3"), (4640, "gemm")):
         chosen = dense(weights, 1, 128, k)
         assert chosen is not None and chosen.name.endswith(expected)
@@ -229,8 +229,8 @@ def test_of_two_gemms_the_cheaper_is_taken() -> None:
             for tokens in range(33, 400) if rows else ():
                 chosen = dense(weights, tokens, 201_088, 2880, GB10, operand)
                 assert chosen is not None
-                spent = {row.token_tile: math.ceil(tokens / row.token_tile) * costs[row.token_tile] for row in rows}
-                assert spent[chosen.token_tile] == min(spent.values()), (weights, operand, tokens)
+                spent = {row.block_n: math.ceil(tokens / row.block_n) * costs[row.block_n] for row in rows}
+                assert spent[chosen.block_n] == min(spent.values()), (weights, operand, tokens)
 
 
 class DenseModule:
@@ -321,8 +321,8 @@ def test_a_stream_is_timed_up_to_four_passes(weights: str, recorded: DenseModule
     runner = sm12x_dense_tuning.SM12xDenseRunner(RecordingBackend(recorded), call, sm12x_dense_launch.BF16)
     for row in DENSE_INSTANCES:
         if row.weights == weights and row.split_k:
-            assert row.name in runner.names(4 * row.token_tile)
-            assert row.name not in runner.names(4 * row.token_tile + 1)
+            assert row.name in runner.names(4 * row.block_n)
+            assert row.name not in runner.names(4 * row.block_n + 1)
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])

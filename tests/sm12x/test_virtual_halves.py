@@ -110,7 +110,7 @@ def e4m3_of(linear: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("instance", [*MAIN_MODULE, *NVFP4], ids=lambda row: row.name)
 def test_a_layer(device: VirtualDevice, instance: Instance) -> None:
     mode = 2 if instance.activation == "bf16" else 0
-    hidden, inter, tokens = 256, 256, max(instance.token_tile, 16)
+    hidden, inter, tokens = 256, 256, max(instance.block_n, 16)
     print("seeds from", SEED)
     for of_weights, of_tokens, seed in halves():
         case = MoECase(tokens, hidden, inter, 2, 1, mode, biases=False, swiglu_parameters=False, global_scales=False)
@@ -134,7 +134,7 @@ def test_a_layer(device: VirtualDevice, instance: Instance) -> None:
 
 @pytest.mark.parametrize("instance", GEMM_INSTANCES, ids=lambda row: row.name)
 def test_a_grouped_gemm(device: VirtualDevice, instance: Instance) -> None:
-    n, k, groups = 128, 256, [instance.token_tile, 5]
+    n, k, groups = 128, 256, [instance.block_n, 5]
     print("seeds from", SEED)
     for of_weights, of_tokens, seed in halves():
         call = make_group_gemm_inputs(groups, n, k, seed)
@@ -151,7 +151,7 @@ def test_a_grouped_gemm(device: VirtualDevice, instance: Instance) -> None:
 
 @pytest.mark.parametrize("instance", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_a_dense_layer(device: VirtualDevice, instance: Instance) -> None:
-    n, k, tokens, form = 128, 256, instance.token_tile, instance.weights
+    n, k, tokens, form = 128, 256, instance.block_n, instance.weights
     print("seeds from", SEED)
     for of_weights, of_tokens, seed in halves():
         inputs = make_dense_inputs(DenseCase(tokens, n, k, form, TOKENS_OF[instance.operand]), seed)

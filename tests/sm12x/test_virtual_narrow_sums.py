@@ -41,11 +41,11 @@ HOPPER = 13  # fraction bits that its wgmma of FP8 keeps of a sum, by published 
 EIGHT_BITS = SM120_SUM_BITS | dict.fromkeys(("f8", "mxf8f6f4", "mxf4"), HOPPER)
 NARROW = Accumulation(HOPPER)
 EXTREMES = [
-    min(GEMM_INSTANCES, key=lambda row: row.token_tile),
-    max(GEMM_INSTANCES, key=lambda row: row.token_tile),
-    max(GEMM_INSTANCES, key=lambda row: (row.k_tile, row.token_tile)),
+    min(GEMM_INSTANCES, key=lambda row: row.block_n),
+    max(GEMM_INSTANCES, key=lambda row: row.block_n),
+    max(GEMM_INSTANCES, key=lambda row: (row.block_k, row.block_n)),
 ]
-DENSE = [row for row in DENSE_INSTANCES if row.operand != "bf16" and row.token_tile == 64]
+DENSE = [row for row in DENSE_INSTANCES if row.operand != "bf16" and row.block_n == 64]
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
 
 

@@ -84,11 +84,11 @@ def check(device: VirtualDevice, run: Callable[[torch.Tensor], None], kernel: st
 
 def stage_bytes(row: Instance, parts: int, out: int, k: int) -> int:
     """Packed rows of a work tile, their scales and biases, and sums of lanes beyond K (split_k/params.h)."""
-    outputs, k_warps = 16 // parts, -(-k // row.k_tile)
+    outputs, k_warps = 16 // parts, -(-k // row.block_k)
     groups = next(each for each in (4, 2, 1) if each * k_warps <= row.mma_warps and out % (each * outputs) == 0)
     words = -(-k // 128) * (2 if row.weights == "nvfp4" else 1)
     scales = parts * words * min(outputs * groups, 32) * 16
-    tail = groups * row.token_tile // 8 * 512 if k % 128 else 0
+    tail = groups * row.block_n // 8 * 512 if k % 128 else 0
     rows = -(-16 * groups * k // 2 // 128) * 128
     return -(-(rows + scales + 64 * groups + tail) // 128) * 128
 

@@ -52,7 +52,7 @@ MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
 HIDDEN, INTER = 96, 64
 ROWS = (*MAIN_MODULE, *NVFP4)
 EACH_KIND = list(
-    {(row.split_k, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.token_tile)}.values()
+    {(row.split_k, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.block_n)}.values()
 )
 """The narrowest of what routes, packs and adds up in ways of its own."""
 FORMS: dict[Format, str] = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
@@ -124,8 +124,8 @@ def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: In
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_rows_of_an_expert_around_a_tile(device: VirtualDevice, row: Instance) -> None:
-    """The rows are around the token tile, two of them, and the eight tokens of an MMA."""
-    for rows in around({8, row.token_tile, 2 * row.token_tile}):
+    """The rows are around the N tile, two of them, and the eight tokens of an MMA."""
+    for rows in around({8, row.block_n, 2 * row.block_n}):
         case = MoECase(rows, HIDDEN, INTER, 2, 1, mode_of(row), routing="one_expert", global_scales=rows % 2 == 0)
         check(device, case, row.index, rows)
 
@@ -152,7 +152,7 @@ def check_dense(device: VirtualDevice, case: DenseCase, chosen: Instance | None,
     if chosen is not None:
         kernel = "dense_layer_kernel" if chosen.split_k else "grouped_gemm_kernel"
         assert [kernel in launch.kernel for launch in launches].count(True) == 1
-        tile = chosen.token_tile
+        tile = chosen.block_n
         assert any(f"Li{tile}E" in launch.kernel for launch in launches if kernel in launch.kernel), (chosen, launches)
 
 
@@ -168,7 +168,7 @@ def test_tokens_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice,
     switches = changes_of(chosen, range(1, 200))
     assert len(switches) >= 2, switches
     print("seeds", switches)
-    for tokens in around({*switches, *(2 * row.token_tile for row in DENSE_INSTANCES if row.weights == form)}):
+    for tokens in around({*switches, *(2 * row.block_n for row in DENSE_INSTANCES if row.weights == form)}):
         check_dense(device, DenseCase(tokens, n, k, form, FORMS[operand]), chosen(tokens), tokens)
 
 

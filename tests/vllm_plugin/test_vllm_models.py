@@ -353,7 +353,7 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
         )
         served.load_model(config)
     # Streams for a longer K than this checkpoint's are left out.
-    of_its_own = [row.name for row in HOPPER if is_alone(row) and row.k_tile <= 256 and capability == "9.0"]
+    of_its_own = [row.name for row in HOPPER if is_alone(row) and row.block_k <= 256 and capability == "9.0"]
     assert order == ["build", *of_its_own, "load"]
 
 

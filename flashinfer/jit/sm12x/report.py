@@ -11,7 +11,7 @@ from typing import Any
 from flashinfer_sm12x.build import engine
 from flashinfer_sm12x.build.inspect_sass import KernelCode, inspect
 
-from ...sm12x.instances import INSTANCES, ROW_TILE, Instance
+from ...sm12x.instances import BLOCK_M, INSTANCES, Instance
 from .spec import JitSpecSm12x
 
 EPILOGUE_WARPS = 4  # kEpilogueWarps in split_k/params.h
@@ -27,7 +27,7 @@ class InstanceRow:
         instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: For example ``sm_121a``.
-        token_tile, row_tile, k_tile, stages: Columns of the table; a fused MoE kernel's stages are a gpt-oss layer's on
+        block_n, block_m, block_k, stages: Columns of the table; a fused MoE kernel's stages are a gpt-oss layer's on
             a GB10.
         schedule: ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
             ``split-K``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
@@ -45,9 +45,9 @@ class InstanceRow:
     instance: str
     gemm: str
     architecture: str
-    token_tile: int
-    row_tile: int
-    k_tile: int
+    block_n: int
+    block_m: int
+    block_k: int
     stages: int
     schedule: str
     blocks_per_sm: int
@@ -86,15 +86,15 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     if instance.split_k:
         schedule, threads = "split-K", 32 * (instance.mma_warps + EPILOGUE_WARPS)
     else:
-        schedule, threads = ("8-warp", 288) if instance.token_tile == 128 else ("multi-block", 160)
+        schedule, threads = ("8-warp", 288) if instance.block_n == 128 else ("multi-block", 160)
     return InstanceRow(
         tactic=instance.number,
         instance=instance.name,
         gemm=_gemm_of(kernel.name),
         architecture=kernel.architecture,
-        token_tile=instance.token_tile,
-        row_tile=ROW_TILE,
-        k_tile=instance.k_tile,
+        block_n=instance.block_n,
+        block_m=BLOCK_M,
+        block_k=instance.block_k,
         stages=instance.stages,
         schedule=schedule,
         blocks_per_sm=instance.blocks_per_sm,

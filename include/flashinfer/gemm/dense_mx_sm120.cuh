@@ -45,10 +45,10 @@ inline int ring_stages(const SplitKGemm& g, int ring_bytes, int stage_bytes) {
 // others under way), else as many as give it most.
 inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   SplitKGemm best = {};
-  const int warp_k_blocks = instance.k_tile / kKBlock;
+  const int warp_k_blocks = instance.block_k / kKBlock;
   int most = 0;
   for (int slices = 1; slices <= ceil_div(k_blocks_of(k), warp_k_blocks) && most < 5; ++slices) {
-    const SplitKGemmPlan plan = {instance.weights, warp_k_blocks, instance.mma_warps, instance.token_tile, 1, n, k,
+    const SplitKGemmPlan plan = {instance.weights, warp_k_blocks, instance.mma_warps, instance.block_n, 1, n, k,
                                  slices,           true};
     const SplitKGemm g = plan.make();
     if (g.groups == 0) continue;
@@ -82,7 +82,7 @@ inline Status run_split_k_dense(const DenseArguments& a, const LaunchOptions& op
   p.norm = a.norm;
   p.next = a.next;
   const bool normable =
-      a.num_tokens <= kNarrowTokens && a.instance->token_tile == kNarrowTokens && a.tokens.format == TokenFormat::kBf16;
+      a.num_tokens <= kNarrowTokens && a.instance->block_n == kNarrowTokens && a.tokens.format == TokenFormat::kBf16;
   if (a.norm.weight != nullptr && !normable) {
     return {cudaErrorInvalidValue,
             "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight"};
@@ -182,9 +182,8 @@ inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspac
 // weights. With two blocks for five SMs, 0.7 MB of weights are in flight on a GB10, three times what its latency
 // requires. Wide tiles need more SMs, for their arithmetic.
 inline int dense_blocks(const DenseArguments& a, const LaunchOptions& options, int blocks) {
-  const int64_t work_tiles =
-      static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
-  const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
+  const int64_t work_tiles = static_cast<int64_t>(ceil_div(a.n, kBlockM)) * ceil_div(a.num_tokens, a.instance->block_n);
+  const int busy_percent = a.instance->block_n <= 64 ? 40 : 75;
   const bool whole =
       options.sm12x && work_tiles <= blocks && 100 * work_tiles >= busy_percent * int64_t{options.sm_count};
   return whole ? static_cast<int>(work_tiles) : blocks;

@@ -72,7 +72,7 @@ struct DecodeAttentionParams {
   const void* rope_table;  // [positions, 64]: 32 cosines, 32 sines; bf16, or float32; null: no rope
   const float* sinks;  // [8 * num_kv_heads], or null
   __nv_bfloat16* out;  // [tokens, 8 * num_kv_heads, 64]
-  DecodePartial* partials;  // [groups * splits, token tile]
+  DecodePartial* partials;  // [groups * splits, N tile]
   int* arrivals;  // [groups], zero before and after a launch
   float score_scale;  // from a dot product to a score in base 2
   float key_scale, value_scale;  // factors of the cache's keys and values

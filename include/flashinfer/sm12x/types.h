@@ -231,9 +231,9 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(Element elem
 
 // Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from its up rows and one from its
 // gate rows, if it has these, so that a thread ends up with both operands of SwiGLU.
-constexpr int kRowTile = 128;
+constexpr int kBlockM = 128;
 constexpr int kRowHalf = 64;
-static_assert(2 * kRowHalf == kRowTile);
+static_assert(2 * kRowHalf == kBlockM);
 
 // (token, slot) pairs that a block routes by itself instead of waiting for the prologue kernel.
 constexpr int kInKernelPairs = 256;

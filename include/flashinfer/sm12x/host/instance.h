@@ -21,8 +21,8 @@ struct Instance {
   Element activation;  // type that activations are rounded to
   Element operand;     // type in which they are multiplied
   Element weights;
-  int token_tile;
-  int k_tile;  // elements along K: a stage's, or in a split-K kernel an MMA warp's
+  int block_n;
+  int block_k;  // elements along K: a stage's, or in a split-K kernel an MMA warp's
 
   GemmLaunch<Role::kFc1> fc1;
   GemmLaunch<Role::kFc2> fc2;

@@ -79,7 +79,7 @@ inline Status grid_blocks(const Instance& instance, Role role, int num_experts, 
     return {error, "this device does not grant the instance's shared memory"};
   }
   if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
-  const size_t partial_bytes = 2 * sizeof(float) * kRowTile * instance.token_tile;
+  const size_t partial_bytes = 2 * sizeof(float) * kBlockM * instance.block_n;
   const int served = static_cast<int>(kPartialBytesPerSm / partial_bytes);
   *blocks = options.sm_count * std::min({per_sm, served, kMaxBlocksPerSm});
   return {};
@@ -97,8 +97,8 @@ Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const
   gemm.num_experts = experts;
   gemm.partials = split.partials;
   gemm.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
-  const int blocks = instance.k_tile / kScaleBlock;
-  int swizzle_bytes = row_bytes(instance.weights, instance.k_tile);
+  const int blocks = instance.block_k / kScaleBlock;
+  int swizzle_bytes = row_bytes(instance.weights, instance.block_k);
   if (instance.weights == Element::kE2m3) {
     Status r = encode_weights(weights, instance.weights, experts, rows, k, blocks * kPairBytes, &gemm.second_plane);
     if (r.error) return r;

@@ -36,8 +36,8 @@ struct PrologueParams {
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
-  int* token_arrivals;  // [tokens, row_tiles]: starts at the slots that no local expert serves
-  int row_tiles;
+  int* token_arrivals;  // [tokens, m_tiles]: starts at the slots that no local expert serves
+  int m_tiles;
   void* output;  // [tokens, hidden]
   ScalarType output_type;
 };
@@ -118,8 +118,8 @@ __device__ __forceinline__ void count_elsewhere(const PrologueParams& p, int tok
     elsewhere += local_expert(p.ids[token * p.top_k + slot], p.first_expert, p.num_experts) < 0;
   }
   elsewhere = __reduce_add_sync(kAllLanes, elsewhere);
-  for (int tile = lane; tile < p.row_tiles; tile += 32) {
-    p.token_arrivals[static_cast<int64_t>(token) * p.row_tiles + tile] = elsewhere;
+  for (int tile = lane; tile < p.m_tiles; tile += 32) {
+    p.token_arrivals[static_cast<int64_t>(token) * p.m_tiles + tile] = elsewhere;
   }
   for (int i = elsewhere == p.top_k ? lane : p.hidden; i < p.hidden; i += 32) {
     store_scalar(p.output, static_cast<int64_t>(token) * p.hidden + i, p.output_type, 0.0f);

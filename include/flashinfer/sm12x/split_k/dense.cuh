@@ -17,7 +17,7 @@
 //
 //   knob               value                where it is set
 //   tokens a tile      8 or 16              instances.py, a row each
-//   K of an MMA warp   256 or 384           there, `k_tile`
+//   K of an MMA warp   256 or 384           there, `block_k`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
@@ -178,9 +178,9 @@ struct RowFactors {
 struct DenseWork {
   int work_tiles, tiles, steps;
 
-  __device__ __forceinline__ DenseWork(const DenseParams& p, int token_tile)
+  __device__ __forceinline__ DenseWork(const DenseParams& p, int block_n)
       : work_tiles(ceil_div(p.gemm.work_tiles - static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
-        tiles(ceil_div(p.num_tokens, token_tile)),
+        tiles(ceil_div(p.num_tokens, block_n)),
         steps(work_tiles * tiles) {}
 };
 
@@ -213,8 +213,8 @@ __device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const 
   RingPlace place;
   place.advance(warp_mma.slice(), ring.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
-  for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
-    const int count = min(Shape::kTokenTile, p.num_tokens - first);
+  for (int first = 0; first < p.num_tokens; first += Shape::kBlockN) {
+    const int count = min(Shape::kBlockN, p.num_tokens - first);
     bool loaded = false;
     if constexpr (Shape::kTokenSteps == 1) {
       loaded = p.norm.weight != nullptr;
@@ -293,8 +293,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   RingPlace first_place;
   first_place.advance(warp * g.slices, ring.stages);
   for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
-    const int first_token = step.tile * Shape::kTokenTile;
-    const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
+    const int first_token = step.tile * Shape::kBlockN;
+    const int count = min(Shape::kBlockN, p.num_tokens - first_token);
     for (int fragment = 0; fragment < g.groups; ++fragment) {
       // And the one 8 rows further on
       const int output = (step.weight_work_tile() * g.groups + fragment) * kFragmentRows + row;
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const _
   if (warp < Shape::kMmaWarps) {
     multiply_work_tiles<Shape>(p, ring, warp, lane);
   } else {  // epilogue warps
-    run_epilogue_warp<Shape>(p, ring, DenseWork(p, Shape::kTokenTile), warp - Shape::kMmaWarps, lane);
+    run_epilogue_warp<Shape>(p, ring, DenseWork(p, Shape::kBlockN), warp - Shape::kMmaWarps, lane);
   }
 }
 

@@ -13,7 +13,7 @@
 //
 //   knob               value                where it is set
 //   tokens a tile      8, on Hopper 8 or 16  instances.py, a row each
-//   K of an MMA warp   256 or 384           there, `k_tile`
+//   K of an MMA warp   256 or 384           there, `block_k`
 //   MMA warps          12, in groups whose  there, `mma_warps`
 //                      warps share K
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
@@ -69,8 +69,8 @@
 
 namespace flashinfer::sm12x {
 
-template <Element kActivation_, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
-struct FusedMoeConfig : SplitKShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, false> {
+template <Element kActivation_, Element kWeights, int kBlockN, int kKBlocks, int kMmaWarps>
+struct FusedMoeConfig : SplitKShape<kWeights, kBlockN, kKBlocks, kMmaWarps, false> {
   static constexpr Element kActivation = kActivation_;
   // A tile of more than eight tokens is wide: a work tile of it takes this many fifths of the time of others (on an
   // H200).

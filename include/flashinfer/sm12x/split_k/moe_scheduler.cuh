@@ -19,7 +19,7 @@ namespace flashinfer::sm12x {
 constexpr int kEpilogueBarrier = 1;  // the epilogue warps
 constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 
-// Up to kTokenTile tokens of one expert, in 32 bits of shared memory.
+// Up to kBlockN tokens of one expert, in 32 bits of shared memory.
 struct TokenTile {
   uint32_t packed;
 
@@ -150,7 +150,7 @@ class StridedWorkTiles {
 };
 
 // Pairs, wide tiles and narrow tiles of some experts, in one word: one scan of a warp sums all three.
-template <int kTokenTile>
+template <int kBlockN>
 class ExpertSums {
   static constexpr int kWide = 11, kNarrow = 21;  // their lowest bits
   static_assert(kFusedMoePairs < 1 << kWide && kFusedMoeTiles < 1 << (kNarrow - kWide), "fields of 11, 10 and 11 bits");
@@ -159,8 +159,8 @@ class ExpertSums {
   uint32_t packed = 0;
 
   static __device__ __forceinline__ ExpertSums of_expert(int count) {
-    const int tiles = ceil_div(count, kTokenTile), rest = count % kTokenTile;
-    const int wide = kTokenTile <= kNarrowTokens ? 0 : rest == 0 || rest > kNarrowTokens ? tiles : tiles - 1;
+    const int tiles = ceil_div(count, kBlockN), rest = count % kBlockN;
+    const int wide = kBlockN <= kNarrowTokens ? 0 : rest == 0 || rest > kNarrowTokens ? tiles : tiles - 1;
     return {static_cast<uint32_t>(count | wide << kWide) | static_cast<uint32_t>(tiles - wide) << kNarrow};
   }
   __device__ __forceinline__ int pairs() const { return static_cast<int>(packed & ((1u << kWide) - 1)); }
@@ -175,7 +175,7 @@ class ExpertSums {
 // tile is computed alike wherever it stands.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const FusedMoeShared& shared, int lane) {
-  constexpr int kTile = Config::kTokenTile;
+  constexpr int kTile = Config::kBlockN;
   using Sums = ExpertSums<kTile>;
   int* counts = shared.routing_counts();
   int* offsets = counts + kMaxLocalExperts;
@@ -256,8 +256,8 @@ __device__ __forceinline__ TileCounts route_few(const FusedMoeParams& p, const F
     of_expert += theirs == expert;
     before_in_expert += theirs == expert && other < lane;
   }
-  const bool heads = expert >= 0 && before_in_expert % Config::kTokenTile == 0;  // a tile's first token
-  const int count = min(Config::kTokenTile, of_expert - before_in_expert);
+  const bool heads = expert >= 0 && before_in_expert % Config::kBlockN == 0;  // a tile's first token
+  const int count = min(Config::kBlockN, of_expert - before_in_expert);
   const bool wide = heads && count > kNarrowTokens;
   const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
   int tile = 0;

@@ -78,15 +78,15 @@ FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
 //
 // kSliced_: a GEMM of one matrix of one part with any number of rows; a work tile may fill several stages. Otherwise
 // every work tile is whole, fills one stage and brings its biases.
-template <Element kWeights_, int kTokenTile_, int kKBlocks_, int kMmaWarps_, bool kSliced_>
+template <Element kWeights_, int kBlockN_, int kKBlocks_, int kMmaWarps_, bool kSliced_>
 struct SplitKShape {
   static constexpr bool kSliced = kSliced_;
   static constexpr Element kWeights = kWeights_;
-  static constexpr int kTokenTile = kTokenTile_;
+  static constexpr int kBlockN = kBlockN_;
   static constexpr int kKBlocks = kKBlocks_;
   static constexpr int kMmaWarps = kMmaWarps_;
   static constexpr int kThreads = 32 * (kMmaWarps + kEpilogueWarps);
-  static constexpr int kTokenSteps = kTokenTile / kNarrowTokens;
+  static constexpr int kTokenSteps = kBlockN / kNarrowTokens;
   static constexpr int kBlockBytes = block_bytes(kWeights);
   static constexpr int kKBlockBytes = k_block_bytes(kWeights);
   static constexpr int kScaleWords = scale_words_of_k_block(kWeights);
@@ -96,7 +96,7 @@ struct SplitKShape {
 
   static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const SplitKGemm& g) { return !kSliced && g.parts == 2; }
 
-  static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
+  static_assert(kBlockN == 8 || kBlockN == 16, "partial sums replace a lane's two rows of weights");
 };
 
 // How such a GEMM runs on warps that take `warp_k_blocks` K blocks each. make() returns no groups if K is too long.
@@ -104,7 +104,7 @@ struct SplitKGemmPlan {
   Element format;
   int warp_k_blocks;
   int mma_warps;
-  int token_tile;
+  int block_n;
   int parts;
   int out;
   int k;
@@ -152,16 +152,16 @@ struct SplitKGemmPlan {
   }
 
   constexpr int stage_bytes(const SplitKGemm& g) const {
-    const int tail = g.k_blocks * kKBlock > g.k ? g.groups * token_tile / kNarrowTokens * 32 * 16 : 0;
+    const int tail = g.k_blocks * kKBlock > g.k ? g.groups * block_n / kNarrowTokens * 32 * 16 : 0;
     return round_up(g.tail_offset + tail, 128);
   }
 };
 
-// A GEMM of the fused MoE kernel: FC1, of two parts if it has gate rows, or FC2. `k_tile`: elements along K that a warp
-// takes.
-constexpr SplitKGemmPlan fused_moe_gemm_plan(Element weights, int k_tile, int mma_warps, int token_tile, int parts,
+// A GEMM of the fused MoE kernel: FC1, of two parts if it has gate rows, or FC2. `block_k`: elements along K that a
+// warp takes.
+constexpr SplitKGemmPlan fused_moe_gemm_plan(Element weights, int block_k, int mma_warps, int block_n, int parts,
                                              int out, int k) {
-  return {weights, k_tile / kKBlock, mma_warps, token_tile, parts, out, k, 1, false};
+  return {weights, block_k / kKBlock, mma_warps, block_n, parts, out, k, 1, false};
 }
 
 // 128x4 scales as [matrices x row chunks][scale words along K][128 words]; a box has the scale words of a stage for

@@ -28,7 +28,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   auto& own = reinterpret_cast<float (&)[kVectors][4]>(accumulators);
   const int first = (work_tile - work.first_split_work_tile()) * work.k_tiles;
   const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
-  // A block has at most two partial sums: of a work tile that began before its k-tiles, and of one that continues after
+  // A block has at most two partial sums: of a work tile that began before its K tiles, and of one that continues after
   // them.
   auto slot = [&](int block) {
     return partials +
@@ -124,11 +124,11 @@ struct Epilogue {
   }
 
   // FC1: global scale, bias, activation, and what FC2 reads: MXFP8 values with their scales, the same dequantized to
-  // bf16, or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has
+  // bf16, or bf16 (W4A16). Half 0 of the M tile are 64 up rows, half 1 the matching gate rows, so that a thread has
   // both operands of SwiGLU. Without gate rows the halves are 128 neighbouring rows, which take turns as half 0: the
   // staging area holds 64.
   __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
-    int first = half_row<Config>(p, work_tile.row_tile, 0);
+    int first = half_row<Config>(p, work_tile.m_tile, 0);
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       activate(warp, lane, first);
@@ -181,7 +181,7 @@ struct Epilogue {
   // A scale block of act is the 16 rows of two neighbouring warps.
   __device__ __forceinline__ void quantize(int warp, int lane, int first) const {
     const auto& act = accumulators[0];
-    float* amax = shared.template scratch<float>();  // [4][kTokenTile]
+    float* amax = shared.template scratch<float>();  // [4][kBlockN]
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
@@ -191,7 +191,7 @@ struct Epilogue {
         for (int distance = 4; distance < 32; distance *= 2) {
           largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
         }
-        if (lane < 4) amax[(warp % 4) * Config::kTokenTile + token_of(warp, lane, step, parity)] = largest;
+        if (lane < 4) amax[(warp % 4) * Config::kBlockN + token_of(warp, lane, step, parity)] = largest;
       }
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
@@ -204,8 +204,8 @@ struct Epilogue {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
         const int token = token_of(warp, lane, step, parity);
-        const float* of_warp = amax + (warp % 4 & ~1) * Config::kTokenTile + token;
-        const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
+        const float* of_warp = amax + (warp % 4 & ~1) * Config::kBlockN + token;
+        const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kBlockN]));
         const float low = act[step][parity], high = act[step][parity + 2];
         if constexpr (Config::kOperand == Element::kBf16) {
           const uint32_t dequantized = rounding.pair_as_bf16(low, high);
@@ -270,13 +270,13 @@ struct Epilogue {
   }
 
   // FC2: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output goes to
-  // its own row of a float32 buffer; the block that delivers a token's last partial output for a row tile adds all of
+  // its own row of a float32 buffer; the block that delivers a token's last partial output for an M tile adds all of
   // them in slot order and rounds once. So the sum does not depend on which block comes last.
   __device__ __forceinline__ void finish_fc2(int warp, int lane, const OwnToken& own) const {
     const int thread = 32 * warp + lane;
     int* pairs = shared.template scratch<int>();
-    float* weights = shared.template scratch<float>() + Config::kTokenTile;
-    uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kTokenTile;  // a bit for each token
+    float* weights = shared.template scratch<float>() + Config::kBlockN;
+    uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kBlockN;  // a bit for each token
     if (thread < work_tile.num_tokens) {
       pairs[thread] = own.pair;
       weights[thread] = own.weight;
@@ -285,15 +285,15 @@ struct Epilogue {
     store_partial_outputs(warp, lane, pairs, weights);
 
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    const int row_tiles = ceil_div(p.rows, kRowTile);
+    const int m_tiles = ceil_div(p.rows, kBlockM);
     bool last = false;
     if (thread < work_tile.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
       const int token = own.pair / p.top_k;
-      const int64_t counter = static_cast<int64_t>(token) * row_tiles + work_tile.row_tile;
+      const int64_t counter = static_cast<int64_t>(token) * m_tiles + work_tile.m_tile;
       last = ptx::is_last_to_arrive(p.epilogue.token_arrivals + counter, p.top_k);
     }
-    if (32 * warp < Config::kTokenTile) {
+    if (32 * warp < Config::kBlockN) {
       const uint32_t mask = __ballot_sync(kAllLanes, last);
       if (lane == 0) complete[warp] = mask;
     }
@@ -313,9 +313,9 @@ struct Epilogue {
 
   // Sums of all tokens that are complete.
   __device__ __forceinline__ void sum_complete(const int* pairs, const uint32_t* complete, int thread) const {
-    constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
-    const int row = work_tile.row_tile * kRowTile + thread;
-    if (thread >= kRowTile || row >= p.rows) return;
+    constexpr int kTogether = Config::kBlockN <= 16 ? 1 : 4;  // tokens summed at a time
+    const int row = work_tile.m_tile * kBlockM + thread;
+    if (thread >= kBlockM || row >= p.rows) return;
     for (int first = 0; first < work_tile.num_tokens; first += 32) {
       for (uint32_t left = complete[first / 32]; left != 0;) {
         int tokens[kTogether], count = 0;
@@ -356,7 +356,7 @@ struct Epilogue {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int row = work_tile.row_tile * kRowTile + half * kRowHalf + row_of(warp, lane, 2 * upper);
+        const int row = work_tile.m_tile * kBlockM + half * kRowHalf + row_of(warp, lane, 2 * upper);
         if (row >= p.rows) continue;
         const float bias =
             p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;

@@ -4,17 +4,17 @@
 // token rows routed to it.
 //
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
-// already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
+// already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with N
 // tiles up to 64 a block has four consumer warps, and where two blocks fit an SM one's epilogue hides behind the
-// other's mainloop (multi-block: the SM's warp schedulers decide); a 128-token tile takes eight consumer warps
+// other's mainloop (multi-block: the SM's warp schedulers decide); a tile of 128 tokens takes eight consumer warps
 // (8-warp).
 //
 //   knob            value                    where it is set
 //   tokens a tile   8 to 64, or 128          instances.py, a row each
-//   K a stage       128 or 256               there, `k_tile`
+//   K a stage       128 or 256               there, `block_k`
 //   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: as many as fit)
 //   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)
-//   weight rows     128, in two halves       kRowTile (types.h)
+//   weight rows     128, in two halves       kBlockM (types.h)
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
 //                   1 producer
 //
@@ -26,8 +26,8 @@
 //
 //   producer (the last warp)                consumers
 //   weights of the first stages -> full     wait for the launches in front
-//   wait for the launches in front          each k-tile:
-//   each k-tile:                              wait for full[stage]
+//   wait for the launches in front          each K tile:
+//   each K tile:                              wait for full[stage]
 //     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
 //       wait for empty[stage], then           every thread arrives at empty[stage]
 //       weights -> full[stage]              each tile of the output:
@@ -35,7 +35,7 @@
 //                                               block to arrive adds all, others take their next tile
 //                                             the epilogue
 //
-// A stage holds 128 weight rows of `k_tile` elements, for each K block one scale chunk (FC1: up to three),
+// A stage holds 128 weight rows of `block_k` elements, for each K block one scale chunk (FC1: up to three),
 // token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies: full's
 // one arrival, with the weights, announces the bytes of all three. Other rows and their scales come by copies of each
 // lane, which arrives too. Consumers wait for each other at kConsumerBarrier: where K is split, and in FC1's and FC2's
@@ -50,7 +50,7 @@
 
 namespace flashinfer::sm12x {
 
-// Expert offsets, and token-tile prefix sums, of this launch into shared memory. One warp.
+// Expert offsets, and N tile prefix sums, of this launch into shared memory. One warp.
 template <class Config>
 __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRole>& p,
                                              const SharedStorage<Config>& shared, int lane) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
     route_with_one_warp(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(), lane);
   }
   for (int e = lane; e < p.num_experts; e += 32) {
-    tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kTokenTile);
+    tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kBlockN);
   }
   __syncwarp();
   exclusive_offsets(tile_prefix, tile_prefix, p.num_experts, lane);
@@ -85,8 +85,8 @@ __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& 
 // A consumer warp: multiplies the block's K ranges, and finishes the work tiles whose sum the block has.
 template <class Config>
 __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& p, const SharedStorage<Config>& shared,
-                                        const WorkTileMap<Config::kTokenTile>& work_tiles, const WorkSplit& work,
-                                        int warp, int lane) {
+                                        const WorkTileMap<Config::kBlockN>& work_tiles, const WorkSplit& work, int warp,
+                                        int lane) {
   const int thread = 32 * warp + lane;
   const int blocks = p.k / kScaleBlock;
   ptx::wait_for_prerequisite_grids();
@@ -103,9 +103,9 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
     mma::RowNans nans[2];
     for (int k_tile = range.first; k_tile < range.first + range.tiles; ++k_tile) {
       ptx::mbarrier_wait(shared.full(stage), phase);
-      const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
+      const int valid_blocks = blocks - k_tile * (Config::kBlockK / kScaleBlock);
       const StageScales<Config> scales(shared, stage, at, valid_blocks, warp, lane);
-      if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
+      if (valid_blocks >= Config::kBlockK / kScaleBlock && scales.fold()) {
         consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       } else {
         consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
@@ -150,10 +150,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   clear_token_stages<Config>(shared);
   __syncthreads();
 
-  const int row_tiles = ceil_div(p.rows, kRowTile);
-  const WorkTileMap<Config::kTokenTile> work_tiles = {shared.offsets(), shared.tile_prefix(p.num_experts),
-                                                      p.num_experts, row_tiles};
-  const WorkSplit work(work_tiles.num_work_tiles(), ceil_div(p.k, Config::kKTile), gridDim.x);
+  const int m_tiles = ceil_div(p.rows, kBlockM);
+  const WorkTileMap<Config::kBlockN> work_tiles = {shared.offsets(), shared.tile_prefix(p.num_experts), p.num_experts,
+                                                   m_tiles};
+  const WorkSplit work(work_tiles.num_work_tiles(), ceil_div(p.k, Config::kBlockK), gridDim.x);
   if (static_cast<int>(blockIdx.x) >= work.blocks) {
     ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
     return;

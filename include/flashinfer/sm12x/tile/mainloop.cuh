@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One k-tile of one warp: 2 x 16 weight rows (16 of each half of the row tile) against the warp's tokens.
+// One K tile of one warp: 2 x 16 weight rows (16 of each half of the M tile) against the warp's tokens.
 #pragma once
 
 #include <type_traits>
@@ -34,7 +34,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
-    const int start = half_row<Config>(p, work_tile.row_tile, half);
+    const int start = half_row<Config>(p, work_tile.m_tile, half);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
@@ -131,8 +131,8 @@ class StageScales {
 
   __device__ __forceinline__ void begin_k_block(int k_block) const {
     if constexpr (kScaling == mma::Scaling::kInSums) {
-      factors_.convert(row_words_ + k_block * kScaleChunkRows, at_.scale_row,
-                       token_words_ + k_block * Config::kTokenTile, lane_);
+      factors_.convert(row_words_ + k_block * kScaleChunkRows, at_.scale_row, token_words_ + k_block * Config::kBlockN,
+                       lane_);
     }
   }
   __device__ __forceinline__ typename Policy::RowScales of_rows(int k_block, int half, int block) const {
@@ -148,7 +148,7 @@ class StageScales {
   }
   __device__ __forceinline__ typename Policy::TokenScales of_tokens(int k_block, int step, int block) const {
     if constexpr (kScaling == mma::Scaling::kInMma) {
-      return Policy::token_scales(token_words_ + k_block * Config::kTokenTile + 8 * step, lane_);
+      return Policy::token_scales(token_words_ + k_block * Config::kBlockN + 8 * step, lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
       return factors_.of_tokens(step, block, lane_);
     } else {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
   using Policy = typename Config::Policy;
   constexpr int kBlockBytes = Config::kBlockBytes;
   constexpr int kKBlockPitch =
-      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kPackedRowBytes;
+      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kBlockN * kPackedRowBytes;
   // Token steps whose operands are held together: enough MMAs in one call to hide their latency from the next.
   constexpr int kSteps = Config::kTokenSteps;
   constexpr int kHeldSteps = Policy::kCallsPerBlock == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;

@@ -37,7 +37,7 @@ struct Fc2Epilogue {
   ScalarType bias_type;
   const float* routing_weights;  // [pairs] or null: 1
   float* partial_outputs;          // [pairs, rows], by pair
-  int* token_arrivals;           // [tokens, row tiles]
+  int* token_arrivals;           // [tokens, M tiles]
   void* output;                  // [tokens, rows]
   ScalarType output_type;
 };
@@ -71,7 +71,7 @@ struct GroupedGemmParams {
   const int32_t* offsets;  // [E + 1] from the prologue (or the caller); null: the kernel routes, kStore has one group
   const int32_t* order;  // [pairs] likewise
 
-  float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
+  float4* partials;  // [grid][2][kBlockM * kBlockN / 4]
   int* split_arrivals;  // [grid], zeroed by the launch in front
   std::conditional_t<kRole == Role::kFc1, Fc1Epilogue,
                      std::conditional_t<kRole == Role::kFc2, Fc2Epilogue, StoreEpilogue>>

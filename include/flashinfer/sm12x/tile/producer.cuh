@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a work tile's k-tile:
+// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a work tile's K tile:
 // packed weights, weight scales, token rows and, unless those are bf16, token scales.
 #pragma once
 
@@ -14,20 +14,20 @@ namespace flashinfer::sm12x {
 template <class Config>
 class Producer {
   using Params = GroupedGemmParams<Config::kRole>;
-  using Map = WorkTileMap<Config::kTokenTile>;
-  static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
+  using Map = WorkTileMap<Config::kBlockN>;
+  static constexpr int kRowsPerLane = (Config::kBlockN + 31) / 32;
   // Gathered rows: 16-byte pieces of a row in a stage, and the rows whose pieces one copy instruction takes.
   static constexpr int kPieceElements = 16 * kScaleBlock / Config::kBlockBytes;
   static constexpr int kPieces = Config::kTokenBytes / 16;
   static constexpr int kRowsTogether = 32 / kPieces;
-  static constexpr int kCopies = Config::kTokenScales ? Config::kTokenTile / kRowsTogether : 1;
+  static constexpr int kCopies = Config::kTokenScales ? Config::kBlockN / kRowsTogether : 1;
 
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
                                       const WorkSplit& split, int lane)
       : p(params), shared(storage), work_tiles(map), work(split), lane(lane), k_blocks(k_blocks_of(params.k)) {}
 
-  // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
+  // Streams the block's K tiles. The first kStages stages' weights are on their way before the wait for the kernels
   // that this one depends on, if this kernel routes by itself: they depend on the routing alone. Where it comes from a
   // kernel in front (`offsets`), the block has waited already.
   __device__ __forceinline__ void produce() {
@@ -54,12 +54,12 @@ class Producer {
   }
 
  private:
-  // Walks the k-tiles; each lane keeps the source addresses of what it gathers for the current work tile.
+  // Walks the K tiles; each lane keeps the source addresses of what it gathers for the current work tile.
   struct Cursor {
     const Producer& owner;
     TileScheduler scheduler;
     WorkTile work_tile;
-    int k_tile, left;  // k-tiles of the K range, this one included
+    int k_tile, left;  // K tiles of the K range, this one included
     uint32_t piece[kCopies];  // number in `tokens` of the 16 bytes that each copy takes at K 0
     uint32_t scale_word[kRowsPerLane];  // index in `token_scales` of rows `lane`, `lane + 32`, ...
 
@@ -118,10 +118,10 @@ class Producer {
   }
 
   __device__ __forceinline__ int valid_k(int k_tile) const {
-    return min(Config::kKTile, p.k - k_tile * Config::kKTile);
+    return min(Config::kBlockK, p.k - k_tile * Config::kBlockK);
   }
 
-  // K blocks that a k-tile holds.
+  // K blocks that a K tile holds.
   __device__ __forceinline__ int k_blocks_in(int k_tile) const {
     return min(Config::kKBlocks, k_blocks - k_tile * Config::kKBlocks);
   }
@@ -130,13 +130,13 @@ class Producer {
     if (lane == 0) {
       const int valid = valid_k(at.k_tile);
       const int scale_bytes = scale_words(Config::kWeights, valid) * kScaleChunkBytes;
-      const int chunks = num_scale_chunks(at.work_tile.row_tile);
+      const int chunks = num_scale_chunks(at.work_tile.m_tile);
       const int token_bytes =
           Config::kTokenScales ? 0 : k_blocks_in(at.k_tile) * at.work_tile.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = half_row<Config>(p, at.work_tile.row_tile, half), first = at.k_tile * Config::kWeightBytes;
+        const int row = half_row<Config>(p, at.work_tile.m_tile, half), first = at.k_tile * Config::kWeightBytes;
         uint8_t* to = shared.weights(stage);
         ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.work_tile.expert,
                             shared.full(stage));
@@ -149,7 +149,7 @@ class Producer {
       const uint8_t* expert_scales = p.weight_scales + at.work_tile.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
         const int64_t word =
-            static_cast<int64_t>(chunk_block(at.work_tile.row_tile, chunk)) * scale_words(Config::kWeights, p.k) +
+            static_cast<int64_t>(chunk_block(at.work_tile.m_tile, chunk)) * scale_words(Config::kWeights, p.k) +
             at.k_tile * Config::kScaleWords;
         ptx::bulk_copy(shared.scales(stage) + chunk * Config::kScaleWords * kScaleChunkBytes,
                        expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
@@ -174,8 +174,8 @@ class Producer {
       for (int kb = 0; kb < k_blocks_in(at.k_tile); ++kb) {
         const int64_t row =
             static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_pairs + at.work_tile.first_token;
-        ptx::bulk_copy(shared.tokens(stage) + kb * Config::kTokenTile * kPackedRowBytes,
-                       p.tokens + row * kPackedRowBytes, at.work_tile.num_tokens * kPackedRowBytes, shared.full(stage));
+        ptx::bulk_copy(shared.tokens(stage) + kb * Config::kBlockN * kPackedRowBytes, p.tokens + row * kPackedRowBytes,
+                       at.work_tile.num_tokens * kPackedRowBytes, shared.full(stage));
       }
     }
     __syncwarp();
@@ -213,23 +213,23 @@ class Producer {
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
         if (lane + 32 * j < at.work_tile.num_tokens) {
-          ptx::copy_word(to + kb * Config::kTokenTile + 32 * j, from + at.scale_word[j] + kb * stride);
+          ptx::copy_word(to + kb * Config::kBlockN + 32 * j, from + at.scale_word[j] + kb * stride);
         }
       }
     }
   }
 
-  // Scale chunks, of 128 rows, that a row tile touches. With gate rows the up half lies in one, the gate half in one or
+  // Scale chunks, of 128 rows, that an M tile touches. With gate rows the up half lies in one, the gate half in one or
   // two, since it starts at inter_size, any multiple of 32.
-  __device__ __forceinline__ int num_scale_chunks(int row_tile) const {
+  __device__ __forceinline__ int num_scale_chunks(int m_tile) const {
     if constexpr (Config::kRole != Role::kFc1) return 1;
     if (!gated<Config>(p)) return 1;
-    return half_row<Config>(p, row_tile, 1) % kScaleChunkRows > kRowHalf ? 3 : 2;
+    return half_row<Config>(p, m_tile, 1) % kScaleChunkRows > kRowHalf ? 3 : 2;
   }
   // Clamped: a tile may reach past the last row block; those rows are never stored, but what is read was written.
-  __device__ __forceinline__ int chunk_block(int row_tile, int chunk) const {
-    const int block = chunk == 0 ? half_row<Config>(p, row_tile, 0) / kScaleChunkRows
-                                 : half_row<Config>(p, row_tile, 1) / kScaleChunkRows + chunk - 1;
+  __device__ __forceinline__ int chunk_block(int m_tile, int chunk) const {
+    const int block = chunk == 0 ? half_row<Config>(p, m_tile, 0) / kScaleChunkRows
+                                 : half_row<Config>(p, m_tile, 1) / kScaleChunkRows + chunk - 1;
     return min(block, ceil_div(p.rows, kScaleChunkRows) - 1);
   }
 

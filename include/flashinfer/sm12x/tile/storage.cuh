@@ -13,7 +13,7 @@ namespace flashinfer::sm12x {
 constexpr bool kForSm12x = FLASHINFER_SM12X_DEVICE;
 
 // kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
-template <Role kRole_, Element kActivation_, Element kOperand_, int kTokenTile_, int kKTile_, int kStages_,
+template <Role kRole_, Element kActivation_, Element kOperand_, int kBlockN_, int kBlockK_, int kStages_,
           int kBlocksPerSm_, Element kWeights_ = Element::kE2m1>
 struct GemmConfig {
   static constexpr Role kRole = kRole_;
@@ -21,65 +21,64 @@ struct GemmConfig {
   static constexpr Element kOperand = kOperand_;
   static constexpr Element kWeights = kWeights_;
   using Policy = mma::Policy<kOperand, kWeights>;
-  static constexpr int kTokenTile = kTokenTile_;
-  static constexpr int kKTile = kKTile_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kBlockK = kBlockK_;
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
 
-  static constexpr bool kEightWarps = kTokenTile == 128;
+  static constexpr bool kEightWarps = kBlockN == 128;
   static constexpr int kConsumerWarps = kEightWarps ? 8 : 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32;
-  static constexpr int kWarpTokens =
-      kEightWarps ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
+  static constexpr int kWarpTokens = kEightWarps ? kBlockN / 2 : kBlockN;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
   // Cap registers so that GPUs with more shared memory than a GB10 can hold more blocks, unless SM12x would spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
   // For bf16 rows on Hopper, measured with MXFP4; other formats' expansions spill in wide tiles of three.
   static constexpr bool kExpandsLittle = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
-  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : kTokenTile <= 40 || kExpandsLittle ? 3 : 2;
-  static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
+  static constexpr int kHopperBlocks = kBlockN <= 24 ? 4 : kBlockN <= 40 || kExpandsLittle ? 3 : 2;
+  static constexpr int kSm12xBlocks = kBlockN <= 8 ? 4 : kBlockN <= 16 && !kBf16 ? 3 : kBlocksPerSm;
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
   static constexpr bool kTokenScales = !kBf16;
   static constexpr int kBlockBytes = block_bytes(kOperand);
-  static constexpr int kTokenBytes = kKTile / kScaleBlock * kBlockBytes;
+  static constexpr int kTokenBytes = kBlockK / kScaleBlock * kBlockBytes;
   // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4
   // bytes, has no bank conflict; packed rows lie K block by K block.
   static constexpr int kTokenPadding = 4 * Policy::kLaneTokenBytes;
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
-  static constexpr int kWeightBytes = row_bytes(kWeights, kKTile);  // of a weight row in a stage
+  static constexpr int kWeightBytes = row_bytes(kWeights, kBlockK);  // of a weight row in a stage
   // MXFP6's planes lie apart in a stage, each swizzled: else eight rows of 96 bytes would meet in half of the banks.
   static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
-  static constexpr int kSecondPitch = kTwoPlanes ? kKTile / kScaleBlock * kPairBytes : 0;
+  static constexpr int kSecondPitch = kTwoPlanes ? kBlockK / kScaleBlock * kPairBytes : 0;
   static constexpr int kFirstPitch = kWeightBytes - kSecondPitch;
-  static constexpr int kKBlocks = kKTile / kKBlock;  // of a stage
+  static constexpr int kKBlocks = kBlockK / kKBlock;  // of a stage
   static constexpr int kScaleWords = kKBlocks * scale_words_of_k_block(kWeights);  // of a weight row in a stage
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
-  static constexpr int kFirstPlane = kRowTile * kFirstPitch;
-  static constexpr int kWeightStage = kRowTile * kWeightBytes;
+  static constexpr int kFirstPlane = kBlockM * kFirstPitch;
+  static constexpr int kWeightStage = kBlockM * kWeightBytes;
   static constexpr int kScaleStage = kScaleChunks * kScaleWords * kScaleChunkBytes;
-  static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kKBlocks);
-  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kKBlocks * kTokenTile : 0;
+  static constexpr int kTokenStage = kBlockN * kTokenPitch * (kTokenScales ? 1 : kKBlocks);
+  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kKBlocks * kBlockN : 0;
 
   // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
   static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
-  static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
+  static constexpr int kStagingBytes = kRole == Role::kFc1 ? kBlockN * kStagingPitch : 0;
 
   // On Hopper the ring of bf16 rows takes what its blocks leave of shared memory; rows of 8 bits keep their stages.
   static constexpr int kStageBytes = kWeightStage + kScaleStage + kTokenStage + kTokenScaleStage;
-  static constexpr int kBesideRing = kStagingBytes + 16 * kTokenTile + 4096;  // barriers, routing tables, alignment
+  static constexpr int kBesideRing = kStagingBytes + 16 * kBlockN + 4096;  // barriers, routing tables, alignment
   static constexpr int kHopperBlockBytes =
       HopperLimits::kSharedBytesPerSm / kHopperBlocks - HopperLimits::kSharedBytesReservedPerBlock;
   static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
 
   static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
-  static_assert(kKTile % 128 == 0 && (kFirstPitch == 64 || kFirstPitch == 128),
+  static_assert(kBlockK % 128 == 0 && (kFirstPitch == 64 || kFirstPitch == 128),
                 "a weight row of a stage is one 64- or 128-byte swizzle span");
   static_assert(!kTwoPlanes || kSecondPitch == 32, "and of MXFP6 one of 32 bytes besides");
-  static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
+  static_assert(kBlockN == 128 || (kBlockN % 8 == 0 && kBlockN <= 64), "registers of four consumer warps");
   static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
 };
@@ -99,7 +98,7 @@ struct SharedStorage {
   static constexpr int kFactors = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
       kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
-  static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
+  static constexpr int kBarriers = kScratch + 16 * Config::kBlockN;  // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
   static constexpr int kRouting = kOrder + 2 * kInKernelPairs;
@@ -141,20 +140,20 @@ struct SharedStorage {
   __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
 };
 
-// Whether the halves of a row tile are up rows and the matching gate rows; else they are neighbouring rows.
+// Whether the halves of an M tile are up rows and the matching gate rows; else they are neighbouring rows.
 template <class Config>
 __device__ __forceinline__ bool gated(const GroupedGemmParams<Config::kRole>& p) {
   if constexpr (Config::kRole == Role::kFc1) return p.epilogue.activation.gated;
   return false;
 }
 
-// First weight row of half `half` of a row tile.
+// First weight row of half `half` of an M tile.
 template <class Config>
-__device__ __forceinline__ int half_row(const GroupedGemmParams<Config::kRole>& p, int row_tile, int half) {
+__device__ __forceinline__ int half_row(const GroupedGemmParams<Config::kRole>& p, int m_tile, int half) {
   if constexpr (Config::kRole == Role::kFc1) {
-    if (gated<Config>(p)) return (half == 0 ? 0 : p.rows / 2) + row_tile * kRowHalf;
+    if (gated<Config>(p)) return (half == 0 ? 0 : p.rows / 2) + m_tile * kRowHalf;
   }
-  return row_tile * kRowTile + half * kRowHalf;
+  return m_tile * kBlockM + half * kRowHalf;
 }
 
 }  // namespace flashinfer::sm12x

@@ -119,7 +119,7 @@ def _run_row(row, inputs):
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_every_row(row, device):
     """More tokens than a tile has, rows of weights that are no multiple of its, a K that is none of a step."""
-    case = DenseCase(row.token_tile + 3, 200, 288, row.weights, TOKENS_OF[row.operand][0], alpha=True)
+    case = DenseCase(row.block_n + 3, 200, 288, row.weights, TOKENS_OF[row.operand][0], alpha=True)
     inputs = moved(device, make_dense_inputs(case, 7))
     check_within_bound(_run_row(row, inputs), *dense_reference(inputs), f"{row.name}, seed 7")
 
@@ -127,7 +127,7 @@ def test_every_row(row, device):
 @pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.split_k], ids=lambda row: row.name)
 @pytest.mark.parametrize("tokens", ["mxfp8", "mxfp4"])
 def test_a_stream_takes_quantized_tokens(row, tokens, device):
-    case = DenseCase(row.token_tile, 72, 160, row.weights, tokens)
+    case = DenseCase(row.block_n, 72, 160, row.weights, tokens)
     inputs = moved(device, make_dense_inputs(case, 8))
     check_within_bound(_run_row(row, inputs), *dense_reference(inputs), f"{row.name}, seed 8")
 
@@ -149,10 +149,10 @@ def test_what_is_chosen():
                 row = choose_instance(weights, m, 5120, k, operand, 48)
                 assert row.weights == weights and row.longest_k >= k
                 assert row.operand == operand or row.split_k
-                assert not row.split_k or m <= 2 * row.token_tile  # two passes
+                assert not row.split_k or m <= 2 * row.block_n  # two passes
         assert choose_instance(weights, 1, 5120, 2880, operand, 48).streamed
-        tiles = [row.token_tile for row in DENSE_INSTANCES if (row.weights, row.operand) == (weights, operand)]
-        assert choose_instance(weights, 4096, 5120, 2880, operand, 48).token_tile == max(tiles)
+        tiles = [row.block_n for row in DENSE_INSTANCES if (row.weights, row.operand) == (weights, operand)]
+        assert choose_instance(weights, 4096, 5120, 2880, operand, 48).block_n == max(tiles)
 
 
 def test_rows_are_numbered_by_their_place():

@@ -183,7 +183,7 @@ def test_an_output_that_does_not_fit_is_refused(shape, device):
 
 @pytest.mark.parametrize("cum_m,groups,tile", [(4, 4, 8), (128, 1, 128), (60, 2, 32)])
 def test_the_tile_follows_the_rows_of_a_group(cum_m, groups, tile):
-    assert choose_group_gemm(cum_m, groups).token_tile >= min(cum_m // groups, tile)
+    assert choose_group_gemm(cum_m, groups).block_n >= min(cum_m // groups, tile)
 
 
 def test_compute_capabilities():

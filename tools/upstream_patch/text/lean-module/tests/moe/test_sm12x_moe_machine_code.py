@@ -88,7 +88,7 @@ TENSOR_INSTRUCTIONS = {
 def gemms_of(row: Instance) -> dict[str, Kernel]:
     """FC1 and FC2 of a row for each architecture, found by the template arguments in their names."""
     formats = [ELEMENTS[each] for each in (row.activation, row.operand, row.weights)]
-    sizes = [row.token_tile, row.k_tile, row.stages, row.blocks_per_sm]
+    sizes = [row.block_n, row.block_k, row.stages, row.blocks_per_sm]
     sizes_in_name = "".join(f"Li{size}E" for size in sizes)
     elements = r"ElementE{}ELS\w*_{}E".format(*formats) + sizes_in_name + rf"LS\w*_{formats[2]}E"
     found = {
@@ -111,7 +111,7 @@ def test_no_kernel_spills():
 @EVERY_PAIR
 def test_blocks_of_a_row_fit_an_sm(row):
     """By their registers. By their shared memory they do: the rendered source asserts that."""
-    threads = 288 if row.token_tile == 128 else 160
+    threads = 288 if row.block_n == 128 else 160
     for name, each in gemms_of(row).items():
         in_eights = -(-each.registers // 8) * 8  # as an SM gives them
         assert in_eights * threads * row.blocks_per_sm <= REGISTERS, (name, each.registers)

@@ -58,7 +58,7 @@ def test_shapes(row, hidden, inter, device):
 
 # The narrowest and the widest tokens' tile of each operand and format of weights.
 _ENDS = [
-    end(rows, key=lambda row: row.token_tile)
+    end(rows, key=lambda row: row.block_n)
     for kind in dict.fromkeys((row.activation, row.weights) for row in INSTANCES)
     for rows in [[row for row in INSTANCES if (row.activation, row.weights) == kind]]
     for end in (min, max)
@@ -117,7 +117,7 @@ def test_rows_are_told_apart_by_name_and_number():
 
 # --- what blocks share ----------------------------------------------------------------
 
-ROW_TILE = 128
+BLOCK_M = 128
 _PAIRS = [row for row in INSTANCES if not row.split_k]
 EIGHT_BIT = [row for row in _PAIRS if row.activation == "mxfp8"]
 SIXTEEN_BIT = [row for row in _PAIRS if row.activation == "bf16"]
@@ -136,9 +136,9 @@ WHOLE_UNITS = pytest.mark.parametrize(
 def assert_moe_shares(device: torch.device, case: MoECase, inputs: MoEInputs, instance: Instance) -> None:
     fc1, fc2 = blocks_of_gemms(device, instance)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=case.num_experts).tolist()
-    assert max(rows) > instance.token_tile
-    assert_shares(fc1, instance, rows, -(-case.inter // (ROW_TILE // 2)), case.hidden)
-    assert_shares(fc2, instance, rows, -(-case.hidden // ROW_TILE), case.inter)
+    assert max(rows) > instance.block_n
+    assert_shares(fc1, instance, rows, -(-case.inter // (BLOCK_M // 2)), case.hidden)
+    assert_shares(fc2, instance, rows, -(-case.hidden // BLOCK_M), case.inter)
 
 
 # take tests/moe/test_virtual_instances.py: test_an_instance_with_8_bit_activations

@@ -34,7 +34,7 @@ WITHOUT_ROWS = pytest.mark.parametrize(
     ids=lambda value: getattr(value, "name", str(value)),
 )
 PACKING = pytest.mark.parametrize(
-    "instance", [row for row in SIXTEEN_BIT if row.token_tile == 64], ids=lambda row: row.name
+    "instance", [row for row in SIXTEEN_BIT if row.block_n == 64], ids=lambda row: row.name
 )
 
 

@@ -49,7 +49,7 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   w.order = arena.take<int32_t>(pairs);
   w.positions = arena.take<int32_t>(as_bf16 ? pairs : 0);
   w.partial_outputs = arena.take<float>(pairs * s.hidden);
-  w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kRowTile));
+  w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kBlockM));
   w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
   return w;
@@ -108,7 +108,7 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
       return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
     }
     const SplitKGemmPlan plan =
-        fused_moe_gemm_plan(instance.weights, instance.k_tile, instance.mma_warps, instance.token_tile,
+        fused_moe_gemm_plan(instance.weights, instance.block_k, instance.mma_warps, instance.block_n,
                             i == 0 ? a.fc1_parts() : 1, i == 0 ? s.inter : s.hidden, i == 0 ? s.hidden : s.inter);
     p.gemm[i] = plan.make();
     if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this fused MoE tactic"};
@@ -208,7 +208,7 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
   prologue.split_arrivals = w.split.arrivals;
   prologue.num_split_arrivals = 2 * w.split.blocks;
   prologue.token_arrivals = w.token_arrivals;
-  prologue.row_tiles = ceil_div(s.hidden, kRowTile);
+  prologue.m_tiles = ceil_div(s.hidden, kBlockM);
   prologue.output = a.output;
   prologue.output_type = a.output_type;
 

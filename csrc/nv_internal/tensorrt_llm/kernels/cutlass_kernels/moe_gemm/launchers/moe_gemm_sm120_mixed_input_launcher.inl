@@ -40,12 +40,12 @@ struct KernelLauncher {
 };
 
 // A rendered MoE source instantiates this: both GEMMs of one tile configuration.
-template <Element kActivation, Element kOperand, Element kWeights, int kTokenTile, int kKTile, int kStages,
+template <Element kActivation, Element kOperand, Element kWeights, int kBlockN, int kBlockK, int kStages,
           int kBlocksPerSm>
 struct MoeInstance {
   template <Role kRole>
   using Gemm =
-      KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm, kWeights>>;
+      KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kBlockN, kBlockK, kStages, kBlocksPerSm, kWeights>>;
   using Fc1 = Gemm<Role::kFc1>;
   using Fc2 = Gemm<Role::kFc2>;
 
@@ -61,7 +61,7 @@ struct MoeInstance {
                               : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, kOperand, kWeights, kTokenTile, kKTile};
+    Instance instance = {index, kActivation, kOperand, kWeights, kBlockN, kBlockK};
     instance.fc1 = Fc1::launch;
     instance.fc2 = Fc2::launch;
     instance.blocks_per_sm = blocks_per_sm;
@@ -69,17 +69,17 @@ struct MoeInstance {
   }
 };
 
-template <Element kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm,
+template <Element kActivation, int kBlockN, int kBlockK, int kStages, int kBlocksPerSm,
           Element kWeights = Element::kE2m1>
 struct GroupGemmInstance {
   using Store = KernelLauncher<
-      GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm, kWeights>>;
+      GemmConfig<Role::kStore, kActivation, kActivation, kBlockN, kBlockK, kStages, kBlocksPerSm, kWeights>>;
 
   static cudaError_t blocks_per_sm(Role, const LaunchOptions& options, int num_groups, int* blocks) {
     return Store::blocks_per_sm(options, num_groups, blocks);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, kActivation, kWeights, kTokenTile, kKTile};
+    Instance instance = {index, kActivation, kActivation, kWeights, kBlockN, kBlockK};
     instance.store = Store::launch;
     instance.blocks_per_sm = blocks_per_sm;
     return instance;
@@ -87,15 +87,15 @@ struct GroupGemmInstance {
 };
 
 // The layer in one launch.
-template <Element kActivation, Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
+template <Element kActivation, Element kWeights, int kBlockN, int kKBlocks, int kMmaWarps>
 struct FusedMoeInstance {
-  using Config = FusedMoeConfig<kActivation, kWeights, kTokenTile, kKBlocks, kMmaWarps>;
+  using Config = FusedMoeConfig<kActivation, kWeights, kBlockN, kKBlocks, kMmaWarps>;
   static constexpr int kFixedBytes = FusedMoeStorage::kRing;
   static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
-    const SplitKGemmPlan plan = fused_moe_gemm_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kTokenTile, parts, out, k);
+    const SplitKGemmPlan plan = fused_moe_gemm_plan(kWeights, kKBlocks * kKBlock, kMmaWarps, kBlockN, parts, out, k);
     const SplitKGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
@@ -130,7 +130,7 @@ struct FusedMoeInstance {
                          /*cooperative=*/true);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
+    Instance instance = {index, kActivation, Element::kBf16, kWeights, kBlockN, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
     instance.fused_moe = launch;
@@ -139,9 +139,9 @@ struct FusedMoeInstance {
 };
 
 // A dense layer as a split-K kernel.
-template <Element kWeights, int kTokenTile, int kKBlocks, int kMmaWarps>
+template <Element kWeights, int kBlockN, int kKBlocks, int kMmaWarps>
 struct SplitKDenseInstance {
-  using Shape = SplitKShape<kWeights, kTokenTile, kKBlocks, kMmaWarps, true>;
+  using Shape = SplitKShape<kWeights, kBlockN, kKBlocks, kMmaWarps, true>;
 
   static cudaError_t prepare(const LaunchOptions& options) {
     return grant_shared_memory(dense_layer_kernel<Shape>, options);
@@ -150,7 +150,7 @@ struct SplitKDenseInstance {
     return launch_kernel(dense_layer_kernel<Shape>, params, blocks, Shape::kThreads, shared_bytes, options);
   }
   static Instance describe(int index) {
-    Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kTokenTile, kKBlocks * kKBlock};
+    Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kBlockN, kKBlocks * kKBlock};
     instance.mma_warps = kMmaWarps;
     instance.prepare = prepare;
     instance.split_k_dense = launch;

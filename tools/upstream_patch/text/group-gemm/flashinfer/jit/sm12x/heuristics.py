@@ -12,10 +12,10 @@ from .instances import GEMM_INSTANCES, Instance
 
 def narrowest_that_holds(rows: float, candidates: Sequence[Instance]) -> Instance:
     wanted = next(tile for limit, tile in _SM12X_PAIRS if rows <= limit)
-    tiles = sorted({row.token_tile for row in candidates})
+    tiles = sorted({row.block_n for row in candidates})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
     # Of equal token tiles the longer K tile: whole 128-byte pieces of a weight row.
-    return max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
+    return max((row for row in candidates if row.block_n == tile), key=lambda row: row.block_k)
 
 
 def choose_group_gemm(cum_m: int, num_groups: int) -> Instance:
