@@ -75,13 +75,13 @@ class Instance:
     block_k : int
         K elements of one pipeline stage; in a split-K kernel, those that one MMA warp takes.
     stages : int
-        Depth of the ring of stages in shared memory. A fused MoE kernel's ring takes all that the device grants; the
-        number is then a gpt-oss layer's on a GB10. A split-K dense kernel has 0 here.
+        Depth of the pipeline of stages in shared memory. A fused MoE kernel's pipeline takes all that the device
+        grants; the number is then a gpt-oss layer's on a GB10. A split-K dense kernel has 0 here.
     blocks_per_sm : int
         Blocks that must fit one SM of a GB10 together; ``__launch_bounds__``' second argument is this or more.
     shared_bytes : int
         Dynamic shared memory of a MoE layer's block on SM12x: FC1's with 128 local experts; a split-K kernel's with the
-        ring above.
+        pipeline above.
     mma_warps : int
         Warps that share K in a split-K kernel, which has one block per SM; a fused MoE kernel computes FC1 and FC2
         in one launch. 0: tiled GEMMs.
@@ -113,7 +113,7 @@ class Instance:
         """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``nvfp4_stream_bf16_m8``,
         ``dense_mxfp4_m8_w3``.
 
-        It does not depend on the ring's depth, so it stays as long as the row has this tile.
+        It does not depend on the pipeline's depth, so it stays as long as the row has this tile.
         """
         if self.layer == "dense":
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"

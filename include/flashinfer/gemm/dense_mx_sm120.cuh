@@ -34,16 +34,16 @@ struct DenseArguments {
   size_t workspace_bytes;
 };
 
-// A ring's stages: whole work tiles of `g`, so that a stage always holds the same slice. A warp waits only for stages
-// of its own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one for
-// it.
-inline int ring_stages(const SplitKGemm& g, int ring_bytes, int stage_bytes) {
-  return std::min(ring_bytes / stage_bytes, kMaxSplitKStages) / g.slices * g.slices;
+// A pipeline's stages: whole work tiles of `g`, so that a stage always holds the same slice. A warp waits only for
+// stages of its own slice; if a stage changed slices, the warp would miss a phase and take the parity of an earlier one
+// for it.
+inline int pipeline_stages(const SplitKGemm& g, int pipeline_bytes, int stage_bytes) {
+  return std::min(pipeline_bytes / stage_bytes, kMaxSplitKStages) / g.slices * g.slices;
 }
 
-// Slices of a work tile: as few as leave the ring five stages or more (one being multiplied, one being finished, the
-// others under way), else as many as give it most.
-inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
+// Slices of a work tile: as few as leave the pipeline five stages or more (one being multiplied, one being finished,
+// the others under way), else as many as give it most.
+inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int pipeline_bytes, int* stage_bytes) {
   SplitKGemm best = {};
   const int warp_k_blocks = instance.block_k / kKBlock;
   int most = 0;
@@ -52,7 +52,7 @@ inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_by
                                  slices,           true};
     const SplitKGemm g = plan.make();
     if (g.groups == 0) continue;
-    const int bytes = plan.stage_bytes(g), stages = ring_stages(g, ring_bytes, bytes);
+    const int bytes = plan.stage_bytes(g), stages = pipeline_stages(g, pipeline_bytes, bytes);
     if (stages > most) {
       best = g;
       most = stages;
@@ -65,10 +65,10 @@ inline SplitKGemm plan_dense(const Instance& instance, int n, int k, int ring_by
 // `ranks_of_token`: how many there are, if any.
 inline Status run_split_k_dense(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
   DenseParams p = {};
-  const int ring_bytes = options.shared_bytes - DenseStorage::kRing;
-  p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
+  const int pipeline_bytes = options.shared_bytes - DenseStorage::kPipeline;
+  p.gemm = plan_dense(*a.instance, a.n, a.k, pipeline_bytes, &p.stage_bytes);
   if (p.gemm.groups == 0) return {cudaErrorInvalidValue, "K is too long for this dense tactic"};
-  p.stages = ring_stages(p.gemm, ring_bytes, p.stage_bytes);
+  p.stages = pipeline_stages(p.gemm, pipeline_bytes, p.stage_bytes);
   if (const cudaError_t error = a.instance->prepare(options)) {
     return {error, "this device does not grant the dense tactic's shared memory"};
   }
@@ -89,7 +89,8 @@ inline Status run_split_k_dense(const DenseArguments& a, const LaunchOptions& op
   }
   const int blocks = std::min(p.gemm.work_tiles, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);
-  return {a.instance->split_k_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
+  return {a.instance->split_k_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kPipeline, options),
+          "dense layer"};
 }
 
 // Whether the workspace must hold values, and scales, to make rows of a format into rows of the operand with whole

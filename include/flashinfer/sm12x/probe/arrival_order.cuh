@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether mbarrier.arrive orders what it should. Pairs of warps hand stages of a short ring over through mbarriers, as
-// the producer and the MMA warps of every kernel of the family do: the producer's data must not come later than its
+// Whether mbarrier.arrive orders what it should. Pairs of warps hand stages of a short pipeline over through mbarriers,
+// as the producer and the MMA warps of every kernel of the family do: the producer's data must not come later than its
 // arrival, and the consumer's reads not later than its own, which gives the stage back. GB10 does not reliably honour
 // either without a fence (ptx/sync.cuh); this kernel counts the words that were wrong, with the fence and without it.
 #pragma once
@@ -54,7 +54,7 @@ __device__ __forceinline__ void fence() {
 
 template <bool kFenced, Handover kHandover>
 __global__ void __launch_bounds__(64 * kOrderPairs) arrival_order_kernel(const ArrivalOrderParams params) {
-  __shared__ alignas(128) uint4 ring[kOrderPairs][kOrderStages][kOrderVectors];
+  __shared__ alignas(128) uint4 pipeline[kOrderPairs][kOrderStages][kOrderVectors];
   __shared__ uint64_t full[kOrderPairs][kOrderStages], empty[kOrderPairs][kOrderStages];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int pair = warp / 2;
@@ -75,19 +75,19 @@ __global__ void __launch_bounds__(64 * kOrderPairs) arrival_order_kernel(const A
     if (produces) {
       if (round >= kOrderStages) ptx::mbarrier_wait(&empty[pair][stage], turn ^ 1);
       if constexpr (kHandover == Handover::kStores) {
-        ring[pair][stage][lane] = make_uint4(order_word(round, 4 * lane), order_word(round, 4 * lane + 1),
-                                             order_word(round, 4 * lane + 2), order_word(round, 4 * lane + 3));
+        pipeline[pair][stage][lane] = make_uint4(order_word(round, 4 * lane), order_word(round, 4 * lane + 1),
+                                                 order_word(round, 4 * lane + 2), order_word(round, 4 * lane + 3));
         fence<kFenced>();
         ptx::mbarrier_arrive(&full[pair][stage]);
       } else if (lane == 0) {
         fence<kFenced>();
         ptx::mbarrier_arrive_expect(&full[pair][stage], kOrderStageBytes);
-        ptx::bulk_copy(&ring[pair][stage][0], params.source + round % kOrderSourceRounds * kOrderStageWords,
+        ptx::bulk_copy(&pipeline[pair][stage][0], params.source + round % kOrderSourceRounds * kOrderStageWords,
                        kOrderStageBytes, &full[pair][stage]);
       }
     } else {
       ptx::mbarrier_wait(&full[pair][stage], turn);
-      const uint4 seen = ring[pair][stage][lane];
+      const uint4 seen = pipeline[pair][stage][lane];
       fence<kFenced>();
       ptx::mbarrier_arrive(&empty[pair][stage]);
       // Behind the arrival: nothing but the arrival's own order makes the load come before it.

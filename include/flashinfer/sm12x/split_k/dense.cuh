@@ -7,12 +7,12 @@
 // One block per SM. Block b computes work tiles b, b + blocks, ... of the weight rows, once for each tile of tokens.
 // Three roles:
 //
-//   epilogue warps   take turns at the work tiles: fill the ring's stages with weights as long as
+//   epilogue warps   take turns at the work tiles: fill the pipeline's stages with weights as long as
 //                    there are free ones; when the MMA warps are through with a work tile, add their
 //                    partial sums in K order, fill its stages again, and store the outputs
 //   MMA warps        each holds its range of K of a tile's tokens in registers, and multiplies it
-//                    with the same range of every weight row that comes through the ring
-//   ring             stages in shared memory. `full`: copies have landed. `done`: partial sums
+//                    with the same range of every weight row that comes through the pipeline
+//   pipeline         stages in shared memory. `full`: copies have landed. `empty`: partial sums
 //                    stand where weights were
 //
 //   knob               value                where it is set
@@ -20,7 +20,7 @@
 //   K of an MMA warp   256 or 384           there, `block_k`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
-//   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
+//   stages             up to 16             pipeline_stages (gemm/dense_mx_sm120.cuh), by shared memory
 //   weight rows        16, 32 or 64         SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // bfloat16 tokens of a narrow tile may be normed as they are loaded (RowNorm). A warp that has no more stages to fill
@@ -37,7 +37,7 @@
 
 namespace flashinfer::sm12x {
 
-struct DenseRing : SplitKRing<DenseStorage::kRing> {
+struct DensePipeline : SplitKPipeline<DenseStorage::kPipeline> {
   // Sums of squares of the tokens, one from each of the warps that share K.
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
 };
@@ -206,12 +206,13 @@ struct DenseStep {
 };
 
 template <class Shape>
-__device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const DenseRing& ring, int warp, int lane) {
+__device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const DensePipeline& pipeline, int warp,
+                                                    int lane) {
   WarpMma<Shape> warp_mma;
-  warp_mma.enter(p.gemm, ring.stage(0), warp, lane);
+  warp_mma.enter(p.gemm, pipeline.stage(0), warp, lane);
   if (!warp_mma.belongs()) return;
-  RingPlace place;
-  place.advance(warp_mma.slice(), ring.stages);
+  PipelineState state;
+  state.advance(warp_mma.slice(), pipeline.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kBlockN) {
     const int count = min(Shape::kBlockN, p.num_tokens - first);
@@ -221,18 +222,18 @@ __device__ __forceinline__ void multiply_work_tiles(const DenseParams& p, const 
       if (loaded && warp_mma.works()) {
         const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
         float* squares =
-            of_first_group ? ring.squares() + warp_mma.first_k_block() / Shape::kKBlocks * kNarrowTokens : nullptr;
+            of_first_group ? pipeline.squares() + warp_mma.first_k_block() / Shape::kKBlocks * kNarrowTokens : nullptr;
         load_normed_tokens<Shape>(p, warp_mma, count, squares, lane);
       }
     }
     if (!loaded) load_tokens<Shape>(p, warp_mma, first, count, lane);
     for (int work_tile = static_cast<int>(blockIdx.x); work_tile < p.gemm.work_tiles; work_tile += ptx::grid_blocks()) {
       const uint32_t row = warp_mma.first_row(work_tile, p.gemm.part_rows());
-      ptx::mbarrier_wait(ring.full(place.stage), place.parity);
-      if (warp_mma.works()) warp_mma.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.high_row_offset);
+      ptx::mbarrier_wait(pipeline.full(state.stage), state.parity);
+      if (warp_mma.works()) warp_mma.multiply(state.stage * pipeline.stage_bytes, row, count, p.gemm.high_row_offset);
       __syncwarp();
-      ptx::mbarrier_arrive(ring.done(place.stage));
-      place.advance(p.gemm.slices, ring.stages);
+      ptx::mbarrier_arrive(pipeline.empty(state.stage));
+      state.advance(p.gemm.slices, pipeline.stages);
     }
   }
 }
@@ -261,19 +262,20 @@ struct LargestOutputs {
 
 // `warp`: which of the epilogue warps it is.
 template <class Shape>
-__device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
-                                                  int warp, int lane) {
+__device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DensePipeline& pipeline,
+                                                  const DenseWork& work, int warp, int lane) {
   using Mma = WarpMma<Shape>;
   const SplitKGemm& g = p.gemm;
-  const int ring_work_tiles = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
+  const int pipeline_work_tiles = pipeline.stages / g.slices,
+            epilogue_warps = epilogue_warps_of(pipeline.stages, g.slices);
   if (warp >= epilogue_warps) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
   // Prime one stage per epilogue warp, so that later stages do not queue ahead of the first weights and of code. Not
   // where another epilogue warp might fill that stage again meanwhile, and end the phase that is waited for.
   const bool one_by_one = g.slices == 1 || epilogue_warps == 1;
-  for (int stage = warp; stage < min(ring.stages, work.steps * g.slices); stage += epilogue_warps) {
-    if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
-    fill_slice(g, ring, stage, DenseStep(work, stage / g.slices).weight_work_tile(), stage % g.slices, lane);
+  for (int stage = warp; stage < min(pipeline.stages, work.steps * g.slices); stage += epilogue_warps) {
+    if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(pipeline.full(stage - epilogue_warps), 0);
+    load_slice(g, pipeline, stage, DenseStep(work, stage / g.slices).weight_work_tile(), stage % g.slices, lane);
   }
   ptx::wait_for_prerequisite_grids();  // earlier launches have read what the outputs overwrite
 
@@ -290,8 +292,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);
   const int row = fragment_row<Shape>(lane / 4, g.pitch);
-  RingPlace first_place;
-  first_place.advance(warp * g.slices, ring.stages);
+  PipelineState first_state;
+  first_state.advance(warp * g.slices, pipeline.stages);
   for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
     const int first_token = step.tile * Shape::kBlockN;
     const int count = min(Shape::kBlockN, p.num_tokens - first_token);
@@ -306,26 +308,26 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         }
       }
       float sums[Shape::kTokenSteps][4] = {};
-      RingPlace place = first_place;
+      PipelineState state = first_state;
       for (int slice = 0; slice < g.slices; ++slice) {
-        if (fragment == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
-        add_partials<Shape>(g, ring.stage(place.stage), slice, fragment, row, lane, count, sums);
+        if (fragment == 0) ptx::mbarrier_wait(pipeline.empty(state.stage), state.parity);
+        add_partials<Shape>(g, pipeline.stage(state.stage), slice, fragment, row, lane, count, sums);
         if (fragment == g.groups - 1) {
           __syncwarp();
           DenseStep next = step;
-          next.advance(work, ring_work_tiles);
+          next.advance(work, pipeline_work_tiles);
           if (!next.ended(work)) {
-            fill_slice(g, ring, place.stage, next.weight_work_tile(), slice, lane);
+            load_slice(g, pipeline, state.stage, next.weight_work_tile(), slice, lane);
           } else if (!ahead) {
             ahead = true;
             read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
           }
         }
-        place.advance(ring.stages);
+        state.advance(pipeline.stages);
       }
       if (!normed) {  // the warps of all slices have arrived, behind their squares
         normed = true;
-        factors.read(p, ring.squares(), lane);
+        factors.read(p, pipeline.squares(), lane);
       }
 #pragma unroll
       for (int i = 0; i < 4 * Shape::kTokenSteps; ++i) {
@@ -346,7 +348,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         largest.leave(ranks + static_cast<int64_t>(first_token) * pitch, pitch, count, lane);
       }
     }
-    first_place.advance(epilogue_warps * g.slices, ring.stages);
+    first_state.advance(epilogue_warps * g.slices, pipeline.stages);
   }
   if (!ahead) read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
 }
@@ -354,22 +356,22 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const __grid_constant__ DenseParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  const DenseRing ring = {dynamic_shared, p.stages, p.stage_bytes};
+  const DensePipeline pipeline = {dynamic_shared, p.stages, p.stage_bytes};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   ptx::launch_dependent_grids();
   if (warp == Shape::kMmaWarps) {
-    for (int stage = lane; stage < ring.stages; stage += 32) {
-      ptx::mbarrier_init(ring.full(stage), 32);
-      ptx::mbarrier_init(ring.done(stage), 32 * p.gemm.stage_warps * p.gemm.groups);
+    for (int stage = lane; stage < pipeline.stages; stage += 32) {
+      ptx::mbarrier_init(pipeline.full(stage), 32);
+      ptx::mbarrier_init(pipeline.empty(stage), 32 * p.gemm.stage_warps * p.gemm.groups);
     }
     if (lane == 0) ptx::prefetch_tensor_map(&p.gemm.scales);
     ptx::fence_barrier_init();
   }
   __syncthreads();
   if (warp < Shape::kMmaWarps) {
-    multiply_work_tiles<Shape>(p, ring, warp, lane);
+    multiply_work_tiles<Shape>(p, pipeline, warp, lane);
   } else {  // epilogue warps
-    run_epilogue_warp<Shape>(p, ring, DenseWork(p, Shape::kBlockN), warp - Shape::kMmaWarps, lane);
+    run_epilogue_warp<Shape>(p, pipeline, DenseWork(p, Shape::kBlockN), warp - Shape::kMmaWarps, lane);
   }
 }
 

@@ -17,15 +17,15 @@
 //   MMA warps          12, in groups whose  there, `mma_warps`
 //                      warps share K
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
-//                      fill the ring
+//                      fill the pipeline
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxSplitKStages
 //   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
-// 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
-// that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
+// 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the
+// producer warp), empty and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
 //
 //   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write
-//   each pair's expert into the ring, whose memory routing uses until the first stage is filled.
+//   each pair's expert into the pipeline, whose memory routing uses until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
@@ -33,15 +33,15 @@
 //     code, unless routing may need its      (by logits all choose, and meet first);
 //     stage; arrive at warmed_up             kEpilogueBarrier; arrive at kRoutedBarrier
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
-//                                              ring's last one after warmed_up
-//   each work tile of the block:             every warp that fills, each work tile that it finishes:
-//     of another tile than before: tokens      wait for done[stage]
+//                                              pipeline's last one after warmed_up
+//   each work tile of the block:             every producer warp, each work tile that it finishes:
+//     of another tile than before: tokens      wait for empty[stage]
 //       from global memory into registers,     of each M16 fragment: read its biases; add the partial sums of the
 //       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last M16 fragment's
 //     wait for full[stage]                         fill the stage -> full[stage];
 //     multiply; leave partial sums over          global scale, bias, activation or routing weight; store
 //       the weights just read (gemm.cuh)
-//     arrive at done[stage], warps without
+//     arrive at empty[stage], warps without
 //       work for this K too
 //   FC1's end: fetch the code that loads     FC1's end: grid barrier; E0 arrives at act_ready
 //     FC2's tokens; wait for act_ready
@@ -54,7 +54,7 @@
 // A warp that has no more stages to fill prefetches for the next launch (ReadAhead).
 //
 // A stage holds a work tile's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A
-// block's work tile u has stage u % stages. Warp w of the F that fill finishes work tiles w, w + F, ...; it then
+// block's work tile u has stage u % stages. Warp w of the F producers finishes work tiles w, w + F, ...; it then
 // refills the emptied stage with work tile u + stages, which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
@@ -211,18 +211,18 @@ class FusedMoeMma {
   __device__ __forceinline__ FusedMoeMma(const FusedMoeShared& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a ring full of weights, that fetch
-  // would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and, with
-  // few pairs, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile. It
-  // must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which ends
-  // at act_ready, FC2's work ranges.
+  // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a pipeline full of weights, that
+  // fetch would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and,
+  // with few pairs, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile.
+  // It must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which
+  // ends at act_ready, FC2's work ranges.
   __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
     FusedMoeScheduler scheduler;  // at FC1, before its first work range
     FusedMoeScheduler::WorkRange range = {0, prepare_warm_up() ? 1 : 0};
-    place_ = {shared.stages - 1, 1};  // the M16 fragment of zeros' stage, in a phase that counts as complete
+    state_ = {shared.stages - 1, 1};  // the M16 fragment of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
       if (warp_mma_.works()) load_tokens(p, scheduler.gemm, tile);
@@ -234,8 +234,8 @@ class FusedMoeMma {
         continue;
       }
       if (warm_up) {
-        place_ = {};
-        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, as at `done`
+        state_ = {};
+        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, as at `empty`
         // Epilogue warps arrive behind their wait for the grid in front, which packed the tokens.
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
       }
@@ -285,18 +285,18 @@ class FusedMoeMma {
   __device__ __forceinline__ void multiply(const FusedMoeScheduler::WorkRange& range, int count, bool filled) {
     for (int i = 0; i < range.work_tiles; ++i) {
       const uint32_t row = warp_mma_.first_row(range.work_tile + i, work_tile_rows_);
-      ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
-      if (warp_mma_.works()) warp_mma_.multiply(place_.stage * shared.stage_bytes, row, count, high_row_offset_);
+      ptx::mbarrier_wait(shared.full(state_.stage), state_.parity);
+      if (warp_mma_.works()) warp_mma_.multiply(state_.stage * shared.stage_bytes, row, count, high_row_offset_);
       // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
       __syncwarp();
-      if (filled) ptx::mbarrier_arrive(shared.done(place_.stage));
-      place_.advance(shared.stages);
+      if (filled) ptx::mbarrier_arrive(shared.empty(state_.stage));
+      state_.advance(shared.stages);
     }
   }
 
   const FusedMoeShared& shared;
   int warp_, lane_;
-  RingPlace place_;
+  PipelineState state_;
   uint32_t high_row_offset_ = 0, work_tile_rows_ = 0;  // of the current GEMM
   WarpMma<Config> warp_mma_;
 };
@@ -311,7 +311,7 @@ class FusedMoeEpilogue {
   static constexpr int kWarps = kEpilogueWarps, kThreads = 32 * kWarps;
   // From one epilogue warp's first copies to the next one's: about half a microsecond, less than memory takes for a
   // stage of every SM.
-  static constexpr int kFirstFillCycles = 900;
+  static constexpr int kFirstLoadCycles = 900;
   using Sums = float[kSteps][4];
 
  public:
@@ -322,9 +322,9 @@ class FusedMoeEpilogue {
         warp_(warp),
         lane_(lane),
         warps_(epilogue_warps_of(block.stages, 1)),
-        to_fill_(params, block, warp, warps_),
-        to_finish_(to_fill_) {
-    place_.advance(warp, block.stages);
+        to_load_(params, block, warp, warps_),
+        to_finish_(to_load_) {
+    state_.advance(warp, block.stages);
   }
 
   __device__ __forceinline__ void finish_work_tiles() {
@@ -334,17 +334,17 @@ class FusedMoeEpilogue {
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
     // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads
     // issued together complete together.
-    for (int stage = warp_; has_stages && stage < shared.stages && !to_fill_.ended(); stage += warps_) {
+    for (int stage = warp_; has_stages && stage < shared.stages && !to_load_.ended(); stage += warps_) {
       if (stage < warps_) {
-        ptx::wait_cycles(warp_ * kFirstFillCycles);
+        ptx::wait_cycles(warp_ * kFirstLoadCycles);
       } else {
         ptx::mbarrier_wait(shared.full(stage - warps_), 0);
       }
       if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
-      fill(stage);
+      load(stage);
     }
-    // This warp refills the stages that it empties with its own work tiles' successors, a ring further on.
-    to_fill_ = StridedWorkTiles(p, shared, warp_ + shared.stages, warps_);
+    // This warp refills the stages that it empties with its own work tiles' successors, a pipeline further on.
+    to_load_ = StridedWorkTiles(p, shared, warp_ + shared.stages, warps_);
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
     grid_barrier(p.barrier_counters, 0);
@@ -358,18 +358,18 @@ class FusedMoeEpilogue {
 
  private:
   // The next of the work tiles to fill with, if there is one.
-  __device__ __forceinline__ void fill(int stage) {
-    if (to_fill_.ended()) {
+  __device__ __forceinline__ void load(int stage) {
+    if (to_load_.ended()) {
       if (!ahead_) ask_ahead();
       return;
     }
     if (ptx::elect_one()) {
-      fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(),
-                 to_fill_.work_tile());
+      load_stage(p.gemm[to_load_.gemm()], shared, stage, shared.tiles()[to_load_.tile()].expert(),
+                 to_load_.work_tile());
     } else {
-      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as at `done`
+      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as at `empty`
     }
-    to_fill_.advance(p, shared);
+    to_load_.advance(p, shared);
   }
 
   __device__ __forceinline__ void ask_ahead() {
@@ -379,7 +379,7 @@ class FusedMoeEpilogue {
 
   __device__ __forceinline__ void next() {
     to_finish_.advance(p, shared);
-    place_.advance(warps_, shared.stages);
+    state_.advance(warps_, shared.stages);
   }
 
   // Waits for the epilogue warps of all blocks; afterwards each may read what any of them wrote before. More arrivals
@@ -406,8 +406,8 @@ class FusedMoeEpilogue {
     if constexpr (kGemm == 0) activation = Activation::of_expert(p.activation, tile.expert());
     for (int fragment = 0; fragment < g.groups; ++fragment) {
       const int first = (work_tile * g.groups + fragment) * outputs;
-      if (fragment == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
-      const uint8_t* stage = shared.stage(place_.stage);
+      if (fragment == 0) ptx::mbarrier_wait(shared.empty(state_.stage), state_.parity);
+      const uint8_t* stage = shared.stage(state_.stage);
       float bias[2] = {0.0f, 0.0f};
       if (g.bias != nullptr) {
         const int at = fragment * outputs + row;
@@ -419,7 +419,7 @@ class FusedMoeEpilogue {
       add_partials<Config>(g, stage, 0, fragment, row, lane_, tile.count(), sums);
       if (fragment == g.groups - 1) {
         __syncwarp();
-        fill(place_.stage);
+        load(state_.stage);
       }
       if constexpr (kGemm == 0) {
         activate(tile, first + row, scale, bias, activation, sums);
@@ -494,8 +494,8 @@ class FusedMoeEpilogue {
   int warp_, lane_;
   int warps_;
   bool ahead_ = false;  // the next launch's data has been prefetched
-  RingPlace place_;
-  StridedWorkTiles to_fill_, to_finish_;
+  PipelineState state_;
+  StridedWorkTiles to_load_, to_finish_;
 };
 
 template <class Config>
@@ -512,8 +512,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
   };
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
-      ptx::mbarrier_init(shared.full(stage), 32);  // lanes of the warp that fills it
-      ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
+      ptx::mbarrier_init(shared.full(stage), 32);  // lanes of the producer warp
+      ptx::mbarrier_init(shared.empty(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The split-K GEMM on the device, for dense.cuh and fused_moe.cuh: the ring of stages, the copies that fill a stage,
-// the multiply of one M16 fragment, and the sum over the warps that share K.
+// The split-K GEMM on the device, for dense.cuh and fused_moe.cuh: the pipeline of stages, the copies that fill a
+// stage, the multiply of one M16 fragment, and the sum over the warps that share K.
 //
 // Lane 4g + t of an MMA warp holds scale block t of a K block, of weight rows g and g + 8 and of tokens g. The order of
 // K inside a block is free as long as both operands agree.
@@ -41,9 +41,9 @@ __device__ __forceinline__ void shift_blocks(TokenBlock* blocks) {
   }
 }
 
-// Barriers of the stages at the start of a block's shared memory, the ring `kOffset` bytes behind it.
+// Barriers of the stages at the start of a block's shared memory, the pipeline `kOffset` bytes behind it.
 template <int kOffset>
-struct SplitKRing {
+struct SplitKPipeline {
   char* base;
   int stages;
   int stage_bytes;
@@ -56,14 +56,14 @@ struct SplitKRing {
   }
   // A stage's copies have landed; its partial sums are complete.
   __device__ __forceinline__ uint64_t* full(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxSplitKStages + stage); }
+  __device__ __forceinline__ uint64_t* empty(int stage) const { return barrier(kMaxSplitKStages + stage); }
 
  protected:
   __device__ __forceinline__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base) + i; }
 };
 
-// A place in the ring, and the parity of the phase that it is in.
-struct RingPlace {
+// A place in the pipeline, and the parity of the phase that it is in.
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -84,13 +84,13 @@ struct RingPlace {
 
 // Fills a stage with a work tile of a matrix: weights, their scales and biases. One thread calls it when no warp uses
 // the stage any more; it arrives at `full`, and the rest of its warp must.
-template <class Ring>
-__device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring, int stage, int matrix,
+template <class Pipeline>
+__device__ __forceinline__ void load_stage(const SplitKGemm& g, const Pipeline& pipeline, int stage, int matrix,
                                            int work_tile) {
   const int rows = g.part_rows(), bytes = rows * g.row_bytes, box_bytes = g.scale_box_bytes();
   const int bias_bytes = g.bias != nullptr ? rows * g.bias_bytes() : 0;
-  uint8_t* to = ring.stage(stage);
-  uint64_t* full = ring.full(stage);
+  uint8_t* to = pipeline.stage(stage);
+  uint64_t* full = pipeline.full(stage);
 
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
   ptx::mbarrier_arrive_expect(full, g.parts * (bytes + box_bytes + bias_bytes));
@@ -111,13 +111,13 @@ __device__ __forceinline__ void fill_stage(const SplitKGemm& g, const Ring& ring
 
 // The same for a slice of a work tile, of one matrix of one part; row by row where a stage pads rows. One warp calls
 // it.
-template <class Ring>
-__device__ __forceinline__ void fill_slice(const SplitKGemm& g, const Ring& ring, int stage, int work_tile, int slice,
-                                           int lane) {
+template <class Pipeline>
+__device__ __forceinline__ void load_slice(const SplitKGemm& g, const Pipeline& pipeline, int stage, int work_tile,
+                                           int slice, int lane) {
   const int rows = g.part_rows(), first = work_tile * rows, valid = min(rows, g.out - first);
   const int bytes = min(g.slice_bytes, g.row_bytes - slice * g.slice_bytes);
-  uint8_t* to = ring.stage(stage);
-  uint64_t* full = ring.full(stage);
+  uint8_t* to = pipeline.stage(stage);
+  uint64_t* full = pipeline.full(stage);
 
   // The last work tile: rows that are not there are multiplied too, and never stored.
   for (int i = valid * g.pitch + 16 * lane; i < rows * g.pitch; i += 16 * 32) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void fill_slice(const SplitKGemm& g, const Ring& ring
   }
 }
 
-// Prefetches share `share` of `shares` of what the next launch reads; each warp that fills rings takes one. All lanes
+// Prefetches share `share` of `shares` of what the next launch reads; each producer warp takes one. All lanes
 // call.
 __device__ __forceinline__ void read_ahead(const ReadAhead& next, int share, int shares) {
   const int64_t sixteens = next.bytes / 16;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The order of a block's work in the fused MoE kernel, and its shared memory. Every role of a block follows the same
-// sequence: its range of FC1's work tiles, then its range of FC2's. A work tile is one stage of the ring.
+// sequence: its range of FC1's work tiles, then its range of FC2's. A work tile is one stage of the pipeline.
 //
 // Routing makes the tiles of tokens on the way: route_many, route_few.
 #pragma once
@@ -60,11 +60,11 @@ struct BlockRange {
 };
 
 // A block's shared memory (FusedMoeStorage).
-struct FusedMoeShared : SplitKRing<FusedMoeStorage::kRing> {
+struct FusedMoeShared : SplitKPipeline<FusedMoeStorage::kPipeline> {
   using Storage = FusedMoeStorage;
 
   __device__ __forceinline__ FusedMoeShared(char* dynamic, const FusedMoeParams& p)
-      : SplitKRing{dynamic, p.stages, p.stage_bytes} {}
+      : SplitKPipeline{dynamic, p.stages, p.stage_bytes} {}
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
   // FC1's, FC2's.
@@ -76,8 +76,8 @@ struct FusedMoeShared : SplitKRing<FusedMoeStorage::kRing> {
   __device__ __forceinline__ int32_t* few_ids() const { return at<int32_t>(Storage::kFewIds); }
   __device__ __forceinline__ float* few_weights() const { return at<float>(Storage::kFewWeights); }
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
-  // While there is nothing in the ring: two numbers for each expert, one for each pair.
-  __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
+  // While there is nothing in the pipeline: two numbers for each expert, one for each pair.
+  __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kPipeline); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
   __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxSplitKStages); }

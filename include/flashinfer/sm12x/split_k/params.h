@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A persistent split-K GEMM for few tokens: its sizes, how the warps of a block share K, and the layout of a stage
-// of the ring. dense.cuh and fused_moe.cuh add the source of tokens and the destination of sums.
+// of the pipeline. dense.cuh and fused_moe.cuh add the source of tokens and the destination of sums.
 //
 // DenseParams and FusedMoeParams are the kernel parameters of a dense layer and of a MoE layer.
 #pragma once
@@ -22,8 +22,8 @@ constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
 // Weights are one matrix or several, row by row. An M16 fragment is 16 rows and all of K. A group of MMA warps
 // multiplies an M16 fragment, each of its warps a range of K. A work tile is one M16 fragment for each group. It fills
-// one stage of the ring, or, where an M16 fragment is large, `slices` stages: each holds a range of K, for the warps
-// that multiply it.
+// one stage of the pipeline, or, where an M16 fragment is large, `slices` stages: each holds a range of K, for the
+// warps that multiply it.
 //
 // A matrix has one part, or two of equal size, up and gate. Then an M16 fragment takes 8 rows of each, so that a lane
 // has up and gate of one output.
@@ -66,9 +66,9 @@ struct SplitKGemm {
   FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_box_bytes() const { return stage_scale_words * scale_box_rows * 16; }
 };
 
-// Epilogue warps that keep a ring of such work tiles filled; never more than its work tiles. With more, a warp could
-// wait for a phase of a stage's `done` before another warp's work tile there has completed the phase before it, whose
-// parity it would take for its own.
+// Epilogue warps that keep a pipeline of such work tiles filled; never more than its work tiles. With more, a warp
+// could wait for a phase of a stage's `empty` before another warp's work tile there has completed the phase before it,
+// whose parity it would take for its own.
 FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
   return stages / slices < kEpilogueWarps ? stages / slices : kEpilogueWarps;
 }
@@ -186,14 +186,14 @@ struct RowNorm {
   float epsilon;
 };
 
-// Shared memory of a dense layer's block beside the ring: barriers, and for a norm the sums of squares of a narrow
+// Shared memory of a dense layer's block beside the pipeline: barriers, and for a norm the sums of squares of a narrow
 // tile's tokens, one from each warp that shares K, [warps][8].
 struct DenseStorage {
   static constexpr int kMostWarps = 12;
   static constexpr int kSquares = 8 * 2 * kMaxSplitKStages;
-  static constexpr int kRing = kSquares + 4 * kMostWarps * kNarrowTokens;
+  static constexpr int kPipeline = kSquares + 4 * kMostWarps * kNarrowTokens;
 };
-static_assert(DenseStorage::kRing % 128 == 0);
+static_assert(DenseStorage::kPipeline % 128 == 0);
 
 struct DenseParams {
   SplitKGemm gemm;
@@ -243,20 +243,20 @@ struct FusedMoeParams {
   int stage_bytes;
 };
 
-// Shared memory of a block: fixed parts, then the ring, which takes the rest.
+// Shared memory of a block: fixed parts, then the pipeline, which takes the rest.
 struct FusedMoeStorage {
   static constexpr int kBlockRangeBytes = 12;
-  static constexpr int kBarriers = 0;  // full, done, then the single ones
+  static constexpr int kBarriers = 0;  // full, empty, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxSplitKStages + 2);
   static constexpr int kOrder = kTiles + 4 * kFusedMoeTiles;
   static constexpr int kBlockRanges = kOrder + 2 * kFusedMoePairs;
-  static constexpr int kRing = round_up(kBlockRanges + 2 * kBlockRangeBytes, 128);
+  static constexpr int kPipeline = round_up(kBlockRanges + 2 * kBlockRangeBytes, 128);
   // Ids and weights of a few pairs, behind their order.
   static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
   static_assert(kFewWeights + 4 * kFewPairs <= kBlockRanges);
   static constexpr int kRouting =
-      2 * 4 * kMaxLocalExperts + 4 * kFusedMoePairs;  // bytes of the ring that routing borrows
+      2 * 4 * kMaxLocalExperts + 4 * kFusedMoePairs;  // bytes of the pipeline that routing borrows
 };
 
 }  // namespace flashinfer::sm12x

@@ -4,7 +4,7 @@
 // token rows routed to it.
 //
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
-// already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with N
+// already fill an MMA. One producer warp keeps a pipeline of stages full, the other warps consume it. Schedules: with N
 // tiles up to 64 a block has four consumer warps, and where two blocks fit an SM one's epilogue hides behind the
 // other's mainloop (multi-block: the SM's warp schedulers decide); a tile of 128 tokens takes eight consumer warps
 // (8-warp).
@@ -28,7 +28,7 @@
 //   weights of the first stages -> full     wait for the launches in front
 //   wait for the launches in front          each K tile:
 //   each K tile:                              wait for full[stage]
-//     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
+//     after the first round of the pipeline:  MMAs: 16 rows of each half a warp; of 128 tokens, half
 //       wait for empty[stage], then           every thread arrives at empty[stage]
 //       weights -> full[stage]              each tile of the output:
 //     token rows -> full[stage]               if K is split among blocks: this one's sums to memory; the last

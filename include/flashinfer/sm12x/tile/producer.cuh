@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: keeps the ring of stages filled. A stage holds all that consumers need for a work tile's K tile:
-// packed weights, weight scales, token rows and, unless those are bf16, token scales.
+// The producer warp: keeps the pipeline of stages filled. A stage holds all that consumers need for a work tile's K
+// tile: packed weights, weight scales, token rows and, unless those are bf16, token scales.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -39,7 +39,7 @@ class Producer {
 
     Cursor cursor(*this);
     int stage = 0;
-    uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
+    uint32_t phase = 1;  // flips when the pipeline wraps; a first pass over the pipeline waits for nobody
     for (int i = 0; i < tiles; ++i, cursor.advance()) {
       if (i >= SharedStorage<Config>::kStages) {
         ptx::mbarrier_wait(shared.empty(stage), phase);

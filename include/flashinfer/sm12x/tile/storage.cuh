@@ -67,19 +67,19 @@ struct GemmConfig {
   static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kBlockN * kStagingPitch : 0;
 
-  // On Hopper the ring of bf16 rows takes what its blocks leave of shared memory; rows of 8 bits keep their stages.
+  // On Hopper the pipeline of bf16 rows takes what its blocks leave of shared memory; rows of 8 bits keep their stages.
   static constexpr int kStageBytes = kWeightStage + kScaleStage + kTokenStage + kTokenScaleStage;
-  static constexpr int kBesideRing = kStagingBytes + 16 * kBlockN + 4096;  // barriers, routing tables, alignment
+  static constexpr int kOutsidePipeline = kStagingBytes + 16 * kBlockN + 4096;  // barriers, routing tables, alignment
   static constexpr int kHopperBlockBytes =
       HopperLimits::kSharedBytesPerSm / kHopperBlocks - HopperLimits::kSharedBytesReservedPerBlock;
-  static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
+  static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kOutsidePipeline) / kStageBytes : kStages;
 
   static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
   static_assert(kBlockK % 128 == 0 && (kFirstPitch == 64 || kFirstPitch == 128),
                 "a weight row of a stage is one 64- or 128-byte swizzle span");
   static_assert(!kTwoPlanes || kSecondPitch == 32, "and of MXFP6 one of 32 bytes besides");
   static_assert(kBlockN == 128 || (kBlockN % 8 == 0 && kBlockN <= 64), "registers of four consumer warps");
-  static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
+  static_assert(kStages >= 2 && kHopperStages >= 2, "the pipeline overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
 };
 

@@ -114,11 +114,11 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
     if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this fused MoE tactic"};
     p.stage_bytes = std::max(p.stage_bytes, plan.stage_bytes(p.gemm[i]));
   }
-  p.stages = std::min((options.shared_bytes - FusedMoeStorage::kRing) / p.stage_bytes, kMaxSplitKStages);
+  p.stages = std::min((options.shared_bytes - FusedMoeStorage::kPipeline) / p.stage_bytes, kMaxSplitKStages);
   if (p.stages < 2 || p.stages * p.stage_bytes < FusedMoeStorage::kRouting) {
     return {cudaErrorInvalidValue, "two stages of this fused MoE tactic do not fit shared memory"};
   }
-  const int shared_bytes = p.stages * p.stage_bytes + FusedMoeStorage::kRing;
+  const int shared_bytes = p.stages * p.stage_bytes + FusedMoeStorage::kPipeline;
   if (const cudaError_t error = instance.prepare(options)) {
     return {error, "this device does not grant the fused MoE tactic's shared memory"};
   }

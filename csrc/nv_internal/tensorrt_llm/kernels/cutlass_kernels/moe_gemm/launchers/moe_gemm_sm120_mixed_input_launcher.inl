@@ -90,8 +90,8 @@ struct GroupGemmInstance {
 template <Element kActivation, Element kWeights, int kBlockN, int kKBlocks, int kMmaWarps>
 struct FusedMoeInstance {
   using Config = FusedMoeConfig<kActivation, kWeights, kBlockN, kKBlocks, kMmaWarps>;
-  static constexpr int kFixedBytes = FusedMoeStorage::kRing;
-  static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
+  static constexpr int kFixedBytes = FusedMoeStorage::kPipeline;
+  static constexpr int kPipelineBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
   // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
@@ -106,19 +106,19 @@ struct FusedMoeInstance {
       for (int parts = 1; parts <= 2; ++parts) {
         for (int out : {kScaleBlock, 2 * kScaleBlock}) {
           const int stage = stage_bytes(parts, out, k);
-          const int stages = stage == 0 ? 0 : std::min(kRingBytes / stage, kMaxSplitKStages);
+          const int stages = stage == 0 ? 0 : std::min(kPipelineBytes / stage, kMaxSplitKStages);
           if (stages < 2 || stages * stage < FusedMoeStorage::kRouting) return false;
         }
       }
     }
     return true;
   }
-  static_assert(takes_every_layer(), "a ring must fit a block of an SM12x");
+  static_assert(takes_every_layer(), "a pipeline must fit a block of an SM12x");
 
   // For both GEMMs of a gpt-oss layer.
   static constexpr bool agrees_with_table(int stages, int shared_bytes) {
     const int stage = std::max(stage_bytes(2, 2880, 2880), stage_bytes(1, 2880, 2880));
-    return stages == kRingBytes / stage && shared_bytes == kFixedBytes + stages * stage;
+    return stages == kPipelineBytes / stage && shared_bytes == kFixedBytes + stages * stage;
   }
 
   static cudaError_t prepare(const LaunchOptions& options) {
