@@ -240,7 +240,7 @@ struct Pages {
 // A chunk as bf16. Rows of keys are MMA fragments as they lie. Values become A of the second GEMM, a tile of 16 dims
 // each: a register of A pairs two positions, while a register of a row pairs two dims.
 template <bool kFp8>
-__device__ __forceinline__ void expand(const Chunk<kFp8>& chunk, uint4 (&keys)[2][2], uint32_t (&values)[4][4]) {
+__device__ __forceinline__ void dequantize(const Chunk<kFp8>& chunk, uint4 (&keys)[2][2], uint32_t (&values)[4][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     keys[0][half] = to_bf16<kFp8>(chunk.keys[0][half]);
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
     }
     uint4 keys[2][2];
     uint32_t values[4][4];
-    decode::expand<kFp8>(now, keys, values);
+    decode::dequantize<kFp8>(now, keys, values);
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
       float scores[4] = {};

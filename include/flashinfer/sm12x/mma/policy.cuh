@@ -24,17 +24,17 @@
 #include "../ptx/convert.cuh"
 #include "../ptx/mma.cuh"
 #include "../types.h"
-#include "expand.cuh"
+#include "dequantize.cuh"
 
 namespace flashinfer::sm12x::mma {
 
 enum class Scaling {
   kInMma,  // the MMA takes both scales
   kInSums,  // partial sums of a block are multiplied by both
-  kInWeights,  // weights are multiplied by theirs as they are expanded; tokens have none
+  kInWeights,  // weights are multiplied by theirs as they are dequantized; tokens have none
 };
 
-// Whether a lane saw a NaN among the weights of rows g and g + 8, where their format has one (Expansion::is_nan).
+// Whether a lane saw a NaN among the weights of rows g and g + 8, where their format has one (Dequantizer::is_nan).
 struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
@@ -42,9 +42,9 @@ struct RowNans {
 // 32-bit registers that one scale block of a weight row takes in each lane.
 constexpr int weight_words(Element weights) { return weights == Element::kE2m3 ? 2 : block_bytes(weights) / 16; }
 
-// A lane's two 32-bit words of 32 bytes of a token, in the order of its weights (expand.cuh). MXFP8 tokens: elements
-// 8t.. with MXFP4 and MXFP6 weights, elements 4t.. and 16 + 4t.. with MXFP8 weights. MXFP4 tokens: elements 8t.. of two
-// scale blocks.
+// A lane's two 32-bit words of 32 bytes of a token, in the order of its weights (dequantize.cuh). MXFP8 tokens:
+// elements 8t.. with MXFP4 and MXFP6 weights, elements 4t.. and 16 + 4t.. with MXFP8 weights. MXFP4 tokens: elements
+// 8t.. of two scale blocks.
 template <int kBytes>
 __device__ __forceinline__ uint2 load_lane_tokens(const uint8_t* from) {
   if constexpr (kBytes == 8) return *reinterpret_cast<const uint2*>(from);
@@ -52,10 +52,10 @@ __device__ __forceinline__ uint2 load_lane_tokens(const uint8_t* from) {
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 tokens with MXFP4, MXFP6 or MXFP8 weights, and MXFP4 with MXFP4: the MMA takes the scales. To expand a
-// 32-bit word of weights for MXFP8 tokens costs four instructions for MXFP4 and twelve for MXFP6. Operands of one
-// format are not expanded: 32 bytes of a row are one scale block of MXFP8 or two of MXFP4, and a lane has words t and 4
-// + t.
+// SM12x, MXFP8 tokens with MXFP4, MXFP6 or MXFP8 weights, and MXFP4 with MXFP4: the MMA takes the scales. To dequantize
+// a 32-bit word of weights for MXFP8 tokens costs four instructions for MXFP4 and twelve for MXFP6. Operands of one
+// format are not dequantized: 32 bytes of a row are one scale block of MXFP8 or two of MXFP4, and a lane has words t
+// and 4 + t.
 template <Element kOperand, Element kWeights>
 struct BlockScaledPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
@@ -90,18 +90,18 @@ struct BlockScaledPolicy {
     return {words[lane >> 2]};
   }
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
-                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
-                                                   RowNans&) {
+  static __device__ __forceinline__ Weights dequantize(const uint32_t (&row)[kWeightWords],
+                                                       const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
+                                                       RowNans&) {
     Weights w;
     if constexpr (kWeights == Element::kE2m3) {
-      expand_e2m3_to_containers(row[0], row[1], w.a[0], w.a[2]);
-      expand_e2m3_to_containers(row_plus_8[0], row_plus_8[1], w.a[1], w.a[3]);
+      unpack_e2m3_to_containers(row[0], row[1], w.a[0], w.a[2]);
+      unpack_e2m3_to_containers(row_plus_8[0], row_plus_8[1], w.a[1], w.a[3]);
     } else if constexpr (kWeightWords == 2) {
       w = {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
     } else {
-      expand_to_containers(row[0], w.a[0], w.a[2]);
-      expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
+      unpack_to_containers(row[0], w.a[0], w.a[2]);
+      unpack_to_containers(row_plus_8[0], w.a[1], w.a[3]);
     }
     return w;
   }
@@ -136,8 +136,8 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
 }
 
 // The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (types.h). Hopper's
-// mma.sync has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is
-// exact for e2m1, e4m3 and e5m2 and cheaper.
+// mma.sync has no native FP8 (ptxas converts both operands to half), so this policy dequantizes to half itself, which
+// is exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Element kOperand, Element kWeights>
 struct HalfPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
@@ -147,7 +147,7 @@ struct HalfPolicy {
   static constexpr int kWeightWords = weight_words(kWeights);
   static constexpr int kLaneTokenBytes = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
   static constexpr float kAccumulatorScale =
-      (kWeights == Element::kE4m3 ? 1.0f : kHalfExpansion) * (kE2m1 ? kHalfExpansion : 1.0f);
+      (kWeights == Element::kE4m3 ? 1.0f : kFp16Dequantization) * (kE2m1 ? kFp16Dequantization : 1.0f);
   static constexpr bool kCollectsNans = false;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
@@ -160,9 +160,9 @@ struct HalfPolicy {
   };
 
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
-                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
-                                                   RowNans&) {
+  static __device__ __forceinline__ Weights dequantize(const uint32_t (&row)[kWeightWords],
+                                                       const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
+                                                       RowNans&) {
     uint32_t low[4], high[4];
     to_halves_of_row(row, low);
     to_halves_of_row(row_plus_8, high);
@@ -171,7 +171,7 @@ struct HalfPolicy {
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
     if constexpr (kE2m1) {
       uint32_t pair[4];
-      expand_to_halves(*reinterpret_cast<const uint32_t*>(from), pair);
+      dequantize_to_fp16(*reinterpret_cast<const uint32_t*>(from), pair);
       return {{{pair[0], pair[1]}, {pair[2], pair[3]}}};
     }
     const uint2 k = load_lane_tokens<kLaneTokenBytes>(from);
@@ -206,9 +206,9 @@ struct HalfPolicy {
   }
   static __device__ __forceinline__ void to_halves_of_row(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
     if constexpr (kWeights == Element::kE2m1) {
-      expand_to_halves(row[0], pair);
+      dequantize_to_fp16(row[0], pair);
     } else if constexpr (kWeights == Element::kE2m3) {
-      expand_e2m3_to_halves(row[0], row[1], pair);
+      dequantize_e2m3_to_fp16(row[0], row[1], pair);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) pair[i] = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(row[i / 2] >> (16 * (i % 2))));
@@ -230,9 +230,9 @@ struct Bf16Policy {
   static constexpr int kBlocksPerCall = 1;
   static constexpr int kLaneTokenBytes = 16;
   static constexpr int kWeightWords = weight_words(kWeights);
-  using BlockExpansion = Expansion<kWeights, Saves::kIntegerPipe>;
-  static constexpr float kAccumulatorScale = BlockExpansion::kAccumulatorScale;
-  static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
+  using BlockDequantizer = Dequantizer<kWeights, Saves::kIntegerPipe>;
+  static constexpr float kAccumulatorScale = BlockDequantizer::kAccumulatorScale;
+  static constexpr bool kCollectsNans = BlockDequantizer::kHasNan;
 
   struct RowScales {
     uint32_t row, row_plus_8;  // scale words; NVFP4's hold two blocks' scales, the lane's in bytes 0 and 2
@@ -247,15 +247,15 @@ struct Bf16Policy {
 
   // kFolded: no scale of the K block exceeds kLargestFoldedScale.
   template <int kBlock, bool kFolded>
-  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
-                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales& scales,
-                                                   RowNans& nans) {
+  static __device__ __forceinline__ Weights dequantize(const uint32_t (&row)[kWeightWords],
+                                                       const uint32_t (&row_plus_8)[kWeightWords],
+                                                       const RowScales& scales, RowNans& nans) {
     uint32_t low[4], high[4];
-    expand_scaled<kBlock, kFolded>(row, scales.row, low, nans.row);
-    expand_scaled<kBlock, kFolded>(row_plus_8, scales.row_plus_8, high, nans.row_plus_8);
+    dequantize_scaled<kBlock, kFolded>(row, scales.row, low, nans.row);
+    dequantize_scaled<kBlock, kFolded>(row_plus_8, scales.row_plus_8, high, nans.row_plus_8);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
-  // The lane's eight elements of a block, in the order of expand().
+  // The lane's eight elements of a block, in the order of dequantize().
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
     const uint4 k = *reinterpret_cast<const uint4*>(from);
     return {{{k.x, k.y}, {k.z, k.w}}};
@@ -268,14 +268,14 @@ struct Bf16Policy {
 
  private:
   template <int kBlock, bool kFolded>
-  static __device__ __forceinline__ void expand_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
-                                                       uint32_t (&pair)[4], uint32_t& nan) {
+  static __device__ __forceinline__ void dequantize_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
+                                                           uint32_t (&pair)[4], uint32_t& nan) {
     if constexpr (kWeights == Element::kNvE2m1) {
-      BlockExpansion::eight(words, 0, nv_factors(scales >> (kBlock % 2 * 16)), pair, nan);
+      BlockDequantizer::eight(words, 0, nv_factors(scales >> (kBlock % 2 * 16)), pair, nan);
     } else if constexpr (kFolded) {
-      eight(words, BlockExpansion::template folded_factor_of<kBlock>(scales), pair, nan);
+      eight(words, BlockDequantizer::template folded_factor_of<kBlock>(scales), pair, nan);
     } else {
-      eight(words, BlockExpansion::kUndo, pair, nan);
+      eight(words, BlockDequantizer::kUndo, pair, nan);
       const uint32_t scale = scale_pair(scales >> (8 * kBlock) & 0xFFu);
 #pragma unroll
       for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
@@ -286,9 +286,9 @@ struct Bf16Policy {
   static __device__ __forceinline__ void eight(const uint32_t (&words)[kWeightWords], uint32_t factor,
                                                uint32_t (&pair)[4], uint32_t& nan) {
     if constexpr (kWeights == Element::kE2m3) {
-      expand_e2m3_to_bf16<0>(words[0], words[1], factor, pair);
+      dequantize_e2m3_to_bf16<0>(words[0], words[1], factor, pair);
     } else {
-      BlockExpansion::eight(words, 0, factor, pair, nan);
+      BlockDequantizer::eight(words, 0, factor, pair, nan);
     }
   }
 };

@@ -5,7 +5,7 @@
 // With programmatic dependent launch FC1's producer already streams weights meanwhile, unless it needs that routing.
 #pragma once
 
-#include "../mma/expand.cuh"
+#include "../mma/dequantize.cuh"
 #include "../ptx/sync.cuh"
 #include "../rows/quantize.cuh"
 #include "../rows/scalar.cuh"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void prepare_token(const PrologueParams& p, int token
     case TokenFormat::kMxfp4Swizzled: {
       const uint32_t* from = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.input) + row / 2);
       uint2* to = reinterpret_cast<uint2*>(p.quantized + row);
-      for (int i = threadIdx.x; i < p.hidden / 8; i += kPrologueThreads) to[i] = mma::expand_to_e4m3(from[i]);
+      for (int i = threadIdx.x; i < p.hidden / 8; i += kPrologueThreads) to[i] = mma::unpack_to_e4m3(from[i]);
       return;
     }
     default: return;

@@ -3,8 +3,8 @@
 // Token rows as bfloat16, eight elements at a time, packed as bf16 MMAs want them. e4m3 * 2^s is exact in
 // bfloat16, so that bf16 MMAs multiply W4A8 without rounding, on SM12x and Hopper by the same instructions.
 //
-// Every eight elements lie in the order 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
-// weights.
+// Every eight elements lie in the order 0, 4, 1, 5, 2, 6, 3, 7: the pairs that dequantize_to_bf16 makes of a 32-bit
+// word of weights.
 //
 // In memory packed rows lie K block by K block, [K blocks][rows][256 bytes], so that a tile's tokens are contiguous in
 // each K block. Odd rows have neighbouring scale blocks swapped, so that fragment loads of eight rows have no bank
@@ -14,7 +14,7 @@
 // a lane.
 #pragma once
 
-#include "../mma/expand.cuh"
+#include "../mma/dequantize.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/memory.cuh"
 #include "quantize.cuh"
@@ -169,7 +169,7 @@ struct RowLoader {
 
   static __device__ __forceinline__ uint4 from_eight_nibbles(uint32_t nibbles, float scale) {
     uint32_t pair[4];
-    mma::expand_to_bf16<mma::Saves::kInstructions>(nibbles, mma::kTwoTo126Pair, pair);
+    mma::dequantize_to_bf16<mma::Saves::kInstructions>(nibbles, mma::kTwoTo126Pair, pair);
     return times(pair, scale);
   }
 
@@ -207,14 +207,14 @@ struct RowLoader {
     }
   }
 
-  // Expands the 32-bit words of a block; elements come in the order of the expansion.
+  // Dequantizes the 32-bit words of a block; elements come in the order of the dequantization.
   template <Element kElement>
   static __device__ __forceinline__ void load_eights(const uint32_t* block, float scale, uint4 (&eights)[4]) {
-    using Expansion = mma::Expansion<kElement, mma::Saves::kInstructions>;
+    using Dequantizer = mma::Dequantizer<kElement, mma::Saves::kInstructions>;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       uint32_t pair[4], nan = 0;
-      Expansion::eight(block, q, Expansion::kUndo, pair, nan);
+      Dequantizer::eight(block, q, Dequantizer::kUndo, pair, nan);
       eights[q] = times(pair, scale);
     }
   }

@@ -42,8 +42,8 @@ struct DensePipeline : SplitKPipeline<DenseStorage::kPipeline> {
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
 };
 
-// A scale block as RowLoader gives it, in the order of expanded weights of the format: pairs of elements i and i + 4 of
-// eight, or i and i + 2 of four.
+// A scale block as RowLoader gives it, in the order of dequantized weights of the format: pairs of elements i and i + 4
+// of eight, or i and i + 2 of four.
 template <Element kWeights>
 __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock& to) {
 #pragma unroll

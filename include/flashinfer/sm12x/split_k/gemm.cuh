@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "../mma/expand.cuh"
+#include "../mma/dequantize.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/sync.cuh"
@@ -18,8 +18,8 @@
 
 namespace flashinfer::sm12x {
 
-// A lane's scale block of one token as bfloat16 pairs, in the order of expanded weights: pair 2q + h is for MMA 2q + h
-// of a K block.
+// A lane's scale block of one token as bfloat16 pairs, in the order of dequantized weights: pair 2q + h is for MMA 2q +
+// h of a K block.
 using TokenBlock = uint32_t[8][2];
 
 // Elements 8q.. of a block, packed (rows/load.cuh).
@@ -204,7 +204,7 @@ struct PartialPlace {
 template <class Shape>
 class WarpMma {
   static constexpr int kSteps = Shape::kTokenSteps, kKBlocks = Shape::kKBlocks;
-  using Expansion = mma::Expansion<Shape::kWeights, mma::Saves::kInstructions>;
+  using Dequantizer = mma::Dequantizer<Shape::kWeights, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
   // Where a lane finds a K block's operands in the first stage: weights of row g, and their scales without the offset
@@ -214,7 +214,7 @@ class WarpMma {
   };
 
  public:
-  static constexpr float kAccumulatorScale = Expansion::kAccumulatorScale;
+  static constexpr float kAccumulatorScale = Dequantizer::kAccumulatorScale;
 
   TokenBlock tokens[kSteps][kKBlocks];
 
@@ -376,13 +376,13 @@ class WarpMma {
       uint32_t largest = 0;
 #pragma unroll
       for (int kb = 0; kb < kKBlocks; ++kb) largest = max(largest, max(scales[kb][0], scales[kb][1]));
-      if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
+      if (__any_sync(kAllLanes, largest > Dequantizer::kLargestFoldedScale)) {
         multiply_k_blocks(std::true_type{}, [](uint32_t s) { return mma::scale_pair(s); });
       } else {
-        multiply_k_blocks(std::false_type{}, [](uint32_t s) { return Expansion::folded_factor(s); });
+        multiply_k_blocks(std::false_type{}, [](uint32_t s) { return Dequantizer::folded_factor(s); });
       }
     }
-    if (Expansion::kHasNan) spread_nan(nan, chain);
+    if (Dequantizer::kHasNan) spread_nan(nan, chain);
     __syncwarp();  // all lanes have read before partial sums replace weights
 #pragma unroll
     for (int step = 0; step < kActive; ++step) {
@@ -394,7 +394,8 @@ class WarpMma {
     }
   }
 
-  // kLargeScales: the factors are the scales alone, and undoing the expansion's bias takes a multiplication of its own.
+  // kLargeScales: the factors are the scales alone, and undoing the dequantization's bias takes a multiplication of its
+  // own.
   template <bool kLargeScales, class Factor, int kActive>
   __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], const Factor& low_factor,
                                                    const Factor& high_factor, int kb,
@@ -404,16 +405,16 @@ class WarpMma {
     for (int q = 0; q < 4; ++q) {
       uint32_t of_low[4], of_high[4];
       if constexpr (kLargeScales) {
-        Expansion::eight(weights[0], q, Expansion::kUndo, of_low, nan[0]);
-        Expansion::eight(weights[1], q, Expansion::kUndo, of_high, nan[1]);
+        Dequantizer::eight(weights[0], q, Dequantizer::kUndo, of_low, nan[0]);
+        Dequantizer::eight(weights[1], q, Dequantizer::kUndo, of_high, nan[1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           of_low[i] = ptx::bf16x2_multiply(of_low[i], low_factor);
           of_high[i] = ptx::bf16x2_multiply(of_high[i], high_factor);
         }
       } else {
-        Expansion::eight(weights[0], q, low_factor, of_low, nan[0]);
-        Expansion::eight(weights[1], q, high_factor, of_high, nan[1]);
+        Dequantizer::eight(weights[0], q, low_factor, of_low, nan[0]);
+        Dequantizer::eight(weights[1], q, high_factor, of_high, nan[1]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -431,13 +432,13 @@ class WarpMma {
   template <int kActive>
   static __device__ __forceinline__ void spread_nan(const uint32_t (&nan)[2],
                                                     float (&chain)[kActive][kChains<kActive>][4]) {
-    if (!__any_sync(kAllLanes, Expansion::is_nan(nan[0] | nan[1]))) return;
+    if (!__any_sync(kAllLanes, Dequantizer::is_nan(nan[0] | nan[1]))) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t of_row = nan[r];
       of_row |= __shfl_xor_sync(kAllLanes, of_row, 1);
       of_row |= __shfl_xor_sync(kAllLanes, of_row, 2);
-      if (!Expansion::is_nan(of_row)) continue;
+      if (!Dequantizer::is_nan(of_row)) continue;
 #pragma unroll
       for (int step = 0; step < kActive; ++step) chain[step][0][2 * r] = chain[step][0][2 * r + 1] = NAN;
     }

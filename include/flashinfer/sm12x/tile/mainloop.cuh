@@ -120,7 +120,7 @@ class StageScales {
     }
   }
 
-  // Whether the policy can fold all of this warp's row scales into its expansion of weights.
+  // Whether the policy can fold all of this warp's row scales into its dequantization of weights.
   __device__ __forceinline__ bool fold() const {
     if constexpr (kScaling != mma::Scaling::kInWeights || kOfBlock == 2) return true;
     uint32_t exceeding = 0;
@@ -169,13 +169,13 @@ class StageScales {
 template <class Config>
 __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
   if constexpr (Config::Policy::kCollectsNans) {
-    using Expansion = typename Config::Policy::BlockExpansion;
+    using Dequantizer = typename Config::Policy::BlockDequantizer;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t of_row = i % 2 == 0 ? nans[i / 2].row : nans[i / 2].row_plus_8;
       of_row |= __shfl_xor_sync(kAllLanes, of_row, 1);
       of_row |= __shfl_xor_sync(kAllLanes, of_row, 2);
-      if (!Expansion::is_nan(of_row)) continue;
+      if (!Dequantizer::is_nan(of_row)) continue;
 #pragma unroll
       for (int step = 0; step < Config::kTokenSteps; ++step) {
         accumulators[i / 2][step][2 * (i % 2)] = accumulators[i / 2][step][2 * (i % 2) + 1] = NAN;
@@ -269,13 +269,13 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
         };
         // Keeps ptxas from hoisting the next block's fragments above this one's, which would cost spills.
         if constexpr (Config::kEightWarps) __syncwarp();
-        typename Policy::Weights expanded[2];
+        typename Policy::Weights dequantized[2];
         typename Policy::RowScales row_scales[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           row_scales[half] = within_k(scales.of_rows(k_block, half, kBlock));
-          expanded[half] = Policy::template expand<kBlock, kPlain>(row[half][kBlock % 2], row_plus_8[half][kBlock % 2],
-                                                                   row_scales[half], nans[half]);
+          dequantized[half] = Policy::template dequantize<kBlock, kPlain>(
+              row[half][kBlock % 2], row_plus_8[half][kBlock % 2], row_scales[half], nans[half]);
         }
         auto multiply_steps = [&](int first_step, const auto& operands, auto call_constant) {
 #pragma unroll
@@ -285,7 +285,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               Policy::template multiply<kBlock, decltype(call_constant)::value>(
-                  accumulators[half][step], expanded[half], operands[i], row_scales[half], token_scales);
+                  accumulators[half][step], dequantized[half], operands[i], row_scales[half], token_scales);
             }
           }
         };

@@ -35,9 +35,9 @@ struct GemmConfig {
 
   // Cap registers so that GPUs with more shared memory than a GB10 can hold more blocks, unless SM12x would spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
-  // For bf16 rows on Hopper, measured with MXFP4; other formats' expansions spill in wide tiles of three.
-  static constexpr bool kExpandsLittle = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
-  static constexpr int kHopperBlocks = kBlockN <= 24 ? 4 : kBlockN <= 40 || kExpandsLittle ? 3 : 2;
+  // For bf16 rows on Hopper, measured with MXFP4; other formats' dequantizations spill in wide tiles of three.
+  static constexpr bool kDequantizesCheaply = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
+  static constexpr int kHopperBlocks = kBlockN <= 24 ? 4 : kBlockN <= 40 || kDequantizesCheaply ? 3 : 2;
   static constexpr int kSm12xBlocks = kBlockN <= 8 ? 4 : kBlockN <= 16 && !kBf16 ? 3 : kBlocksPerSm;
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Weights expanded in registers: a 32-bit word of eight e2m1, of four e4m3 or four int8; of e2m3 a word of nibbles and
-// one of pairs (types.h). The order of K inside a block is free as long as both operands agree, so each expansion takes
-// the order that costs least, and the token side (policy.cuh) follows it.
+// Weights dequantized in registers: a 32-bit word of eight e2m1, of four e4m3 or four int8; of e2m3 a word of nibbles
+// and one of pairs (types.h). The order of K inside a block is free as long as both operands agree, so each
+// dequantization takes the order that costs least, and the token side (policy.cuh) follows it.
 //
 //   format            to bfloat16, instructions for eight weights
 //   MXFP4, NVFP4      14
@@ -19,13 +19,13 @@
 namespace flashinfer::sm12x::mma {
 
 // 00xxxx00 containers, as kind::mxf8f6f4 reads e2m1: elements 0, 2, 4, 6 and 1, 3, 5, 7. Four instructions.
-__device__ __forceinline__ void expand_to_containers(uint32_t nibbles, uint32_t& even, uint32_t& odd) {
+__device__ __forceinline__ void unpack_to_containers(uint32_t nibbles, uint32_t& even, uint32_t& odd) {
   even = (nibbles & 0x0F0F0F0Fu) << 2;
   odd = (nibbles >> 2) & 0x3C3C3C3Cu;
 }
 
 // The same values as e4m3, elements 0 to 3 and 4 to 7: a magnitude picks one of eight bytes.
-__device__ __forceinline__ uint2 expand_to_e4m3(uint32_t nibbles) {
+__device__ __forceinline__ uint2 unpack_to_e4m3(uint32_t nibbles) {
   constexpr uint32_t kUpToOneAndAHalf = 0x3C383000u, kTwoToSix = 0x4C484440u;
   const uint32_t magnitudes = nibbles & 0x77777777u;
   const uint32_t even = (nibbles & 0x08080808u) << 4, odd = nibbles & 0x80808080u;  // signs
@@ -36,9 +36,9 @@ __device__ __forceinline__ uint2 expand_to_e4m3(uint32_t nibbles) {
 // Halves equal to the value times 2^-14: the three magnitude bits of e2m1 are the low exponent bits and the top
 // mantissa bit of e5m2, whose byte is the upper byte of a half; e2m1's subnormal 0.5 is a half's subnormal too. pair[0]
 // = elements 0, 4; pair[1] = 2, 6; pair[2] = 1, 5; pair[3] = 3, 7. Eleven instructions.
-constexpr float kHalfExpansion = 16384.0f;  // 2^14 undoes it
+constexpr float kFp16Dequantization = 16384.0f;  // 2^14 undoes it
 
-__device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_to_fp16(uint32_t nibbles, uint32_t (&pair)[4]) {
   const uint32_t even = ((nibbles << 4) & 0x80808080u) | ((nibbles << 1) & 0x0E0E0E0Eu);
   const uint32_t odd = (nibbles & 0x80808080u) | ((nibbles >> 3) & 0x0E0E0E0Eu);
   pair[0] = __byte_perm(even, 0, 0x2404);  // bytes (0, even[0], 0, even[2])
@@ -47,7 +47,7 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// The resource that an expansion of e2m1 to bfloat16 saves. A split-K GEMM, whose twelve warps share K, is bound by
+// The resource that a dequantization of e2m1 to bfloat16 saves. A split-K GEMM, whose twelve warps share K, is bound by
 // the number of its instructions. In the tiled grouped GEMM Hopper's integer pipe, half an instruction a cycle, counts
 // as much, and more with narrow tiles and many blocks. Left shifts can be multiplies, which go elsewhere; rotations
 // cannot.
@@ -61,7 +61,7 @@ enum class Saves { kInstructions, kIntegerPipe };
 constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
 
 template <Saves kSaves>
-__device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor, uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_to_bf16(uint32_t nibbles, uint32_t factor, uint32_t (&pair)[4]) {
   constexpr uint32_t kInPlace = 0x81C081C0u;
   if constexpr (kSaves == Saves::kInstructions) {
     const uint32_t magnitudes = __funnelshift_r(nibbles, nibbles, 6);
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
 
 // Four e4m3 likewise: sign, exponent and mantissa in place are the value times 2^-120, subnormals included. pair[0] =
 // elements 0, 2; pair[1] = 1, 3. Nine instructions.
-__device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+__device__ __forceinline__ void dequantize_e4m3_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
   const uint32_t even = bytes << 8;
   pair[0] = ((even >> 4) & 0x07F007F0u) | (even & 0x80008000u);
   pair[1] = ((bytes >> 4) & 0x07F007F0u) | (bytes & 0x80008000u);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t fac
 // 128) is l in the mantissa of a bfloat16, and 2^-125 or, if h is set, 2^-124 from it leaves (l - 128 h) 2^-132: h is
 // the lowest bit of that exponent. A fused multiply-add scales and subtracts; it rounds nothing, for the result is a
 // bfloat16. pair[0] = elements 0, 2; pair[1] = 1, 3. Nine instructions.
-__device__ __forceinline__ void expand_int8_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+__device__ __forceinline__ void dequantize_int8_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t two = bytes >> (8 * i);
@@ -136,8 +136,8 @@ __device__ __forceinline__ void place_e2m3(uint32_t nibbles, uint32_t pairs, uin
 }
 
 template <int kRotation>
-__device__ __forceinline__ void expand_e2m3_to_bf16(uint32_t nibbles, uint32_t pairs, uint32_t factor,
-                                                    uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_e2m3_to_bf16(uint32_t nibbles, uint32_t pairs, uint32_t factor,
+                                                        uint32_t (&pair)[4]) {
   place_e2m3<kRotation>(nibbles, pairs, pair);
 #pragma unroll
   for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
@@ -145,7 +145,7 @@ __device__ __forceinline__ void expand_e2m3_to_bf16(uint32_t nibbles, uint32_t p
 
 // In 8-bit containers (00xxxxxx), as kind::mxf8f6f4 reads e2m3: elements 0, 2, 4, 6 and 1, 3, 5, 7. `pairs` is rotated
 // for the former.
-__device__ __forceinline__ void expand_e2m3_to_containers(uint32_t nibbles, uint32_t pairs, uint32_t& even,
+__device__ __forceinline__ void unpack_e2m3_to_containers(uint32_t nibbles, uint32_t pairs, uint32_t& even,
                                                           uint32_t& odd) {
   auto containers = [](uint32_t magnitudes, uint32_t pairs) {  // s is bit 7 of a byte, e1 bit 0
     const uint32_t upper = ptx::select_bits(0x20202020u, pairs >> 2, pairs << 4);
@@ -155,9 +155,9 @@ __device__ __forceinline__ void expand_e2m3_to_containers(uint32_t nibbles, uint
   odd = containers(nibbles >> 4, __funnelshift_r(pairs, pairs, 2));
 }
 
-// As halves, times 2^-14 and in the order of expand_to_halves: from where place_e2m3 has them, a magnitude's five bits
-// go up by three.
-__device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t pairs, uint32_t (&pair)[4]) {
+// As halves, times 2^-14 and in the order of dequantize_to_fp16: from where place_e2m3 has them, a magnitude's five
+// bits go up by three.
+__device__ __forceinline__ void dequantize_e2m3_to_fp16(uint32_t nibbles, uint32_t pairs, uint32_t (&pair)[4]) {
   uint32_t placed[4];
   place_e2m3<0>(nibbles, pairs, placed);
 #pragma unroll
@@ -168,11 +168,11 @@ __device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t
 }
 
 // Two scales of NVFP4, E4M3 whose sign bits nobody reads, as factors: each a pair of the same bfloat16, times
-// kNvFactor; NaN of NaN. The values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the
-// largest scale is no bfloat16.
+// kNvFactor; NaN of NaN. The values that e2m1's dequantization makes with such a factor come out times 2^-8: 2^126
+// times the largest scale is no bfloat16.
 constexpr float kNvFactor = 0x1p118f;
-constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
-static_assert(kNvFactor * kNvExpansion == 0x1p126f);
+constexpr float kNvDequantization = 256.0f;  // 2^8 undoes it
+static_assert(kNvFactor * kNvDequantization == 0x1p126f);
 
 struct NvFactors {
   uint32_t first, second;
@@ -184,9 +184,9 @@ __device__ __forceinline__ NvFactors nv_factors(uint32_t scales) {
   return {ptx::f32x2_to_bf16x2(first, first), ptx::f32x2_to_bf16x2(second, second)};
 }
 
-// How an expansion whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s -
-// 127), as a pair of bfloat16, scales the values besides. That is for s up to kLargestFoldedScale, above which it would
-// overflow.
+// How a dequantization whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s
+// - 127), as a pair of bfloat16, scales the values besides. That is for s up to kLargestFoldedScale, above which it
+// would overflow.
 template <uint32_t kBias>
 struct FoldedScale {
   static constexpr float kAccumulatorScale = 1.0f;
@@ -203,7 +203,7 @@ struct FoldedScale {
 // A lane's scale block of weights, eight at a time as bfloat16 pairs. `nan` collects bits for is_nan(). Sums are to be
 // multiplied by kAccumulatorScale.
 template <Element kWeights, Saves kSaves>
-struct Expansion;
+struct Dequantizer;
 
 // The elements have no NaN; a NaN scale makes NaN of them all.
 struct WithoutNan {
@@ -212,15 +212,15 @@ struct WithoutNan {
 };
 
 template <Saves kSaves>
-struct Expansion<Element::kE2m1, kSaves> : FoldedScale<126>, WithoutNan {
+struct Dequantizer<Element::kE2m1, kSaves> : FoldedScale<126>, WithoutNan {
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
-    expand_to_bf16<kSaves>(block[q], factor, pair);
+    dequantize_to_bf16<kSaves>(block[q], factor, pair);
   }
 };
 
 template <Saves kSaves>
-struct Expansion<Element::kE4m3, kSaves> : FoldedScale<120> {
+struct Dequantizer<Element::kE4m3, kSaves> : FoldedScale<120> {
   static constexpr bool kHasNan = true;
   // A magnitude of 0x7F is NaN: one more carries into the sign's place.
   static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x80808080u) != 0; }
@@ -231,7 +231,7 @@ struct Expansion<Element::kE4m3, kSaves> : FoldedScale<120> {
       const uint32_t bytes = block[2 * q + half];
       nan |= (bytes & 0x7F7F7F7Fu) + 0x01010101u;
       uint32_t two[2];
-      expand_e4m3_to_bf16(bytes, factor, two);
+      dequantize_e4m3_to_bf16(bytes, factor, two);
       pair[2 * half] = two[0];
       pair[2 * half + 1] = two[1];
     }
@@ -239,13 +239,13 @@ struct Expansion<Element::kE4m3, kSaves> : FoldedScale<120> {
 };
 
 template <Saves kSaves>
-struct Expansion<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
+struct Dequantizer<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t two[2];
-      expand_int8_to_bf16(block[2 * q + half], factor, two);
+      dequantize_int8_to_bf16(block[2 * q + half], factor, two);
       pair[2 * half] = two[0];
       pair[2 * half + 1] = two[1];
     }
@@ -254,29 +254,29 @@ struct Expansion<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
 
 // Four words of nibbles, then two of pairs.
 template <Saves kSaves>
-struct Expansion<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
+struct Dequantizer<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
     const uint32_t pairs = block[4 + q / 2];
     if (q % 2 == 0) {
-      expand_e2m3_to_bf16<0>(block[q], pairs, factor, pair);
+      dequantize_e2m3_to_bf16<0>(block[q], pairs, factor, pair);
     } else {
-      expand_e2m3_to_bf16<4>(block[q], pairs, factor, pair);
+      dequantize_e2m3_to_bf16<4>(block[q], pairs, factor, pair);
     }
   }
 };
 
 // `factors`: nv_factors of the block's two scales.
 template <Saves kSaves>
-struct Expansion<Element::kNvE2m1, kSaves> : WithoutNan {
-  static constexpr float kAccumulatorScale = kNvExpansion;
+struct Dequantizer<Element::kNvE2m1, kSaves> : WithoutNan {
+  static constexpr float kAccumulatorScale = kNvDequantization;
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, const NvFactors& factors,
                                                uint32_t (&pair)[4], uint32_t&) {
-    expand_to_bf16<kSaves>(block[q], q < 2 ? factors.first : factors.second, pair);
+    dequantize_to_bf16<kSaves>(block[q], q < 2 ? factors.first : factors.second, pair);
   }
 };
 
-// Nonzero if one of four scales exceeds what MXFP4's expansion folds: its top bit is set, and another one.
+// Nonzero if one of four scales exceeds what MXFP4's dequantization folds: its top bit is set, and another one.
 __device__ __forceinline__ uint32_t exceeds_folded_scale(uint32_t scales) {
   static_assert(FoldedScale<126>::kLargestFoldedScale == 0x80);
   return scales & ((scales & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u;
