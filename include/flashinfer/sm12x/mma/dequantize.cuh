@@ -53,7 +53,7 @@ __device__ __forceinline__ void dequantize_to_fp16(uint32_t nibbles, uint32_t (&
 // cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 
-// bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that
+// bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `scale`, a pair of bfloat16 that
 // holds 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A sign belongs six
 // bits further above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their
 // magnitudes, each pair takes a shift and a mask, one of them the mask alone. pair[i] = elements i, i + 4. Fourteen
@@ -61,7 +61,7 @@ enum class Saves { kInstructions, kIntegerPipe };
 constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
 
 template <Saves kSaves>
-__device__ __forceinline__ void dequantize_to_bf16(uint32_t nibbles, uint32_t factor, uint32_t (&pair)[4]) {
+__device__ __forceinline__ void dequantize_to_bf16(uint32_t nibbles, uint32_t scale, uint32_t (&pair)[4]) {
   constexpr uint32_t kInPlace = 0x81C081C0u;
   if constexpr (kSaves == Saves::kInstructions) {
     const uint32_t magnitudes = __funnelshift_r(nibbles, nibbles, 6);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void dequantize_to_bf16(uint32_t nibbles, uint32_t fa
     pair[3] = upper & kInPlace;
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
 }
 
 // Byte `kByte` of four scales, in both halves.
@@ -97,25 +97,25 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
 
 // Four e4m3 likewise: sign, exponent and mantissa in place are the value times 2^-120, subnormals included. pair[0] =
 // elements 0, 2; pair[1] = 1, 3. Nine instructions.
-__device__ __forceinline__ void dequantize_e4m3_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+__device__ __forceinline__ void dequantize_e4m3_to_bf16(uint32_t bytes, uint32_t scale, uint32_t (&pair)[2]) {
   const uint32_t even = bytes << 8;
   pair[0] = ((even >> 4) & 0x07F007F0u) | (even & 0x80008000u);
   pair[1] = ((bytes >> 4) & 0x07F007F0u) | (bytes & 0x80008000u);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+  for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
 }
 
 // Four int8, in 64ths, times 2^-126: with its sign bit h apart, l the other seven, a byte is l - 128 h. 2^-125 (1 + l /
 // 128) is l in the mantissa of a bfloat16, and 2^-125 or, if h is set, 2^-124 from it leaves (l - 128 h) 2^-132: h is
 // the lowest bit of that exponent. A fused multiply-add scales and subtracts; it rounds nothing, for the result is a
 // bfloat16. pair[0] = elements 0, 2; pair[1] = 1, 3. Nine instructions.
-__device__ __forceinline__ void dequantize_int8_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+__device__ __forceinline__ void dequantize_int8_to_bf16(uint32_t bytes, uint32_t scale, uint32_t (&pair)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t two = bytes >> (8 * i);
     const uint32_t number = ptx::and_or(two, 0x007F007Fu, 0x01000100u);
     const uint32_t negative_offset = ptx::and_or(two, 0x00800080u, 0x81008100u);
-    pair[i] = ptx::bf16x2_fma(number, factor, ptx::bf16x2_multiply(negative_offset, factor));
+    pair[i] = ptx::bf16x2_fma(number, scale, ptx::bf16x2_multiply(negative_offset, scale));
   }
 }
 
@@ -136,11 +136,11 @@ __device__ __forceinline__ void place_e2m3(uint32_t nibbles, uint32_t pairs, uin
 }
 
 template <int kRotation>
-__device__ __forceinline__ void dequantize_e2m3_to_bf16(uint32_t nibbles, uint32_t pairs, uint32_t factor,
+__device__ __forceinline__ void dequantize_e2m3_to_bf16(uint32_t nibbles, uint32_t pairs, uint32_t scale,
                                                         uint32_t (&pair)[4]) {
   place_e2m3<kRotation>(nibbles, pairs, pair);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
 }
 
 // In 8-bit containers (00xxxxxx), as kind::mxf8f6f4 reads e2m3: elements 0, 2, 4, 6 and 1, 3, 5, 7. `pairs` is rotated
@@ -167,20 +167,20 @@ __device__ __forceinline__ void dequantize_e2m3_to_fp16(uint32_t nibbles, uint32
   }
 }
 
-// Two scales of NVFP4, E4M3 whose sign bits nobody reads, as factors: each a pair of the same bfloat16, times
-// kNvFactor; NaN of NaN. The values that e2m1's dequantization makes with such a factor come out times 2^-8: 2^126
-// times the largest scale is no bfloat16.
-constexpr float kNvFactor = 0x1p118f;
+// Two scales of NVFP4, E4M3 whose sign bits nobody reads, in bfloat16: each a pair of the same number, times
+// kNvScaleMultiplier; NaN of NaN. The values that e2m1's dequantization makes with such a scale come out times 2^-8:
+// 2^126 times the largest scale is no bfloat16.
+constexpr float kNvScaleMultiplier = 0x1p118f;
 constexpr float kNvDequantization = 256.0f;  // 2^8 undoes it
-static_assert(kNvFactor * kNvDequantization == 0x1p126f);
+static_assert(kNvScaleMultiplier * kNvDequantization == 0x1p126f);
 
-struct NvFactors {
+struct NvScales {
   uint32_t first, second;
 };
-__device__ __forceinline__ NvFactors nv_factors(uint32_t scales) {
+__device__ __forceinline__ NvScales nv_scales(uint32_t scales) {
   const uint32_t halves = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(scales & 0x7F7Fu));
   const float2 pair = __half22float2(reinterpret_cast<const __half2&>(halves));
-  const float first = pair.x * kNvFactor, second = pair.y * kNvFactor;
+  const float first = pair.x * kNvScaleMultiplier, second = pair.y * kNvScaleMultiplier;
   return {ptx::f32x2_to_bf16x2(first, first), ptx::f32x2_to_bf16x2(second, second)};
 }
 
@@ -192,10 +192,10 @@ struct FoldedScale {
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr uint32_t kUndo = (kBias + 127u) * 0x00800080u;
   static constexpr uint32_t kLargestFoldedScale = 254u - kBias;
-  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + kBias) * 0x00800080u; }
-  // The factor of byte `kByte` of four scales.
+  static __device__ __forceinline__ uint32_t folded_scale(uint32_t s) { return (s + kBias) * 0x00800080u; }
+  // The scale of byte `kByte` of four scales.
   template <int kByte>
-  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
+  static __device__ __forceinline__ uint32_t folded_scale_of(uint32_t scales) {
     return scale_of<kByte>(scales) * 128u + kBias * 0x00800080u;
   }
 };
@@ -213,9 +213,9 @@ struct WithoutNan {
 
 template <Saves kSaves>
 struct Dequantizer<Element::kE2m1, kSaves> : FoldedScale<126>, WithoutNan {
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t scale, uint32_t (&pair)[4],
                                                uint32_t&) {
-    dequantize_to_bf16<kSaves>(block[q], factor, pair);
+    dequantize_to_bf16<kSaves>(block[q], scale, pair);
   }
 };
 
@@ -224,14 +224,14 @@ struct Dequantizer<Element::kE4m3, kSaves> : FoldedScale<120> {
   static constexpr bool kHasNan = true;
   // A magnitude of 0x7F is NaN: one more carries into the sign's place.
   static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x80808080u) != 0; }
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t scale, uint32_t (&pair)[4],
                                                uint32_t& nan) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t bytes = block[2 * q + half];
       nan |= (bytes & 0x7F7F7F7Fu) + 0x01010101u;
       uint32_t two[2];
-      dequantize_e4m3_to_bf16(bytes, factor, two);
+      dequantize_e4m3_to_bf16(bytes, scale, two);
       pair[2 * half] = two[0];
       pair[2 * half + 1] = two[1];
     }
@@ -240,12 +240,12 @@ struct Dequantizer<Element::kE4m3, kSaves> : FoldedScale<120> {
 
 template <Saves kSaves>
 struct Dequantizer<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t scale, uint32_t (&pair)[4],
                                                uint32_t&) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t two[2];
-      dequantize_int8_to_bf16(block[2 * q + half], factor, two);
+      dequantize_int8_to_bf16(block[2 * q + half], scale, two);
       pair[2 * half] = two[0];
       pair[2 * half + 1] = two[1];
     }
@@ -255,24 +255,24 @@ struct Dequantizer<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
 // Four words of nibbles, then two of pairs.
 template <Saves kSaves>
 struct Dequantizer<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t scale, uint32_t (&pair)[4],
                                                uint32_t&) {
     const uint32_t pairs = block[4 + q / 2];
     if (q % 2 == 0) {
-      dequantize_e2m3_to_bf16<0>(block[q], pairs, factor, pair);
+      dequantize_e2m3_to_bf16<0>(block[q], pairs, scale, pair);
     } else {
-      dequantize_e2m3_to_bf16<4>(block[q], pairs, factor, pair);
+      dequantize_e2m3_to_bf16<4>(block[q], pairs, scale, pair);
     }
   }
 };
 
-// `factors`: nv_factors of the block's two scales.
+// `scales`: nv_scales of the block's two scales.
 template <Saves kSaves>
 struct Dequantizer<Element::kNvE2m1, kSaves> : WithoutNan {
   static constexpr float kAccumulatorScale = kNvDequantization;
-  static __device__ __forceinline__ void eight(const uint32_t* block, int q, const NvFactors& factors,
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, const NvScales& scales,
                                                uint32_t (&pair)[4], uint32_t&) {
-    dequantize_to_bf16<kSaves>(block[q], q < 2 ? factors.first : factors.second, pair);
+    dequantize_to_bf16<kSaves>(block[q], q < 2 ? scales.first : scales.second, pair);
   }
 };
 

@@ -117,13 +117,13 @@ struct BlockScaledPolicy {
   }
 };
 
-// Scales as float32 factors, for policies that multiply the partial sums of a scale block with them. All lanes of a
+// Block scales in float32, for policies that multiply the partial sums of a scale block with them. All lanes of a
 // quad need those of the same rows, and all quads those of the same tokens: a warp converts each once, through shared
 // memory (tile/mainloop.cuh).
-struct RowFactors {
+struct FloatRowScales {
   float row, row_plus_8;
 };
-struct TokenFactors {
+struct FloatTokenScales {
   float even, odd;  // tokens 2t and 2t + 1
 };
 
@@ -149,8 +149,8 @@ struct HalfPolicy {
   static constexpr float kAccumulatorScale =
       (kWeights == Element::kE4m3 ? 1.0f : kFp16Dequantization) * (kE2m1 ? kFp16Dequantization : 1.0f);
   static constexpr bool kCollectsNans = false;
-  using RowScales = RowFactors;
-  using TokenScales = TokenFactors;
+  using RowScales = FloatRowScales;
+  using TokenScales = FloatTokenScales;
 
   struct Weights {
     uint32_t a[2][4];
@@ -184,7 +184,7 @@ struct HalfPolicy {
   }
   template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
-                                                  const RowFactors& row, const TokenFactors& token) {
+                                                  const FloatRowScales& row, const FloatTokenScales& token) {
     constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float partial[4];
     ptx::mma_16816<false>(partial, w.a[0], x.b[0], kZero);
@@ -271,9 +271,9 @@ struct Bf16Policy {
   static __device__ __forceinline__ void dequantize_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
                                                            uint32_t (&pair)[4], uint32_t& nan) {
     if constexpr (kWeights == Element::kNvE2m1) {
-      BlockDequantizer::eight(words, 0, nv_factors(scales >> (kBlock % 2 * 16)), pair, nan);
+      BlockDequantizer::eight(words, 0, nv_scales(scales >> (kBlock % 2 * 16)), pair, nan);
     } else if constexpr (kFolded) {
-      eight(words, BlockDequantizer::template folded_factor_of<kBlock>(scales), pair, nan);
+      eight(words, BlockDequantizer::template folded_scale_of<kBlock>(scales), pair, nan);
     } else {
       eight(words, BlockDequantizer::kUndo, pair, nan);
       const uint32_t scale = scale_pair(scales >> (8 * kBlock) & 0xFFu);
@@ -282,13 +282,13 @@ struct Bf16Policy {
     }
   }
 
-  // The lane's words of a block, by one factor.
-  static __device__ __forceinline__ void eight(const uint32_t (&words)[kWeightWords], uint32_t factor,
+  // The lane's words of a block, by one scale.
+  static __device__ __forceinline__ void eight(const uint32_t (&words)[kWeightWords], uint32_t scale,
                                                uint32_t (&pair)[4], uint32_t& nan) {
     if constexpr (kWeights == Element::kE2m3) {
-      dequantize_e2m3_to_bf16<0>(words[0], words[1], factor, pair);
+      dequantize_e2m3_to_bf16<0>(words[0], words[1], scale, pair);
     } else {
-      BlockDequantizer::eight(words, 0, factor, pair, nan);
+      BlockDequantizer::eight(words, 0, scale, pair, nan);
     }
   }
 };

@@ -174,9 +174,9 @@ struct RowLoader {
   }
 
   static __device__ __forceinline__ uint4 times(const uint32_t (&pair)[4], float scale) {
-    const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
-    return make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
-                      ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
+    const uint32_t scale_pair = ptx::f32x2_to_bf16x2(scale, scale);
+    return make_uint4(ptx::bf16x2_multiply(pair[0], scale_pair), ptx::bf16x2_multiply(pair[1], scale_pair),
+                      ptx::bf16x2_multiply(pair[2], scale_pair), ptx::bf16x2_multiply(pair[3], scale_pair));
   }
 
   // A K block, of which the row's last may be shorter, has two planes (types.h).

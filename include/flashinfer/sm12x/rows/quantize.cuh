@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t block_scale(float amax) {
   return static_cast<uint32_t>(min(max(scale, 0), 254 - kExponent));
 }
 
-// 2^(127 - scale), the factor of values before they are rounded. A scale of 255 only comes with NaN.
+// 2^(127 - scale), which multiplies values before they are rounded. A scale of 255 only comes with NaN.
 __device__ __forceinline__ float inverse_scale(uint32_t scale) { return __uint_as_float((254u - scale) << 23); }
 
 // Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of

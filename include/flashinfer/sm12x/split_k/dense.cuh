@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, WarpMma<Shape>
   }
 }
 
-// Loads a narrow tile's tokens normed, without their factors (RowNorm). A warp of the first group leaves its sum of
+// Loads a narrow tile's tokens normed, without their scales (RowNorm). A warp of the first group leaves its sum of
 // squares of each token in `squares`, which is null for other groups. Block 0's first group writes the rows' sums.
 template <class Shape>
 __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, WarpMma<Shape>& warp_mma, int count,
@@ -159,8 +159,8 @@ __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, WarpMma
   if (squares != nullptr && lane % 4 == 0) squares[lane / 4] = square;
 }
 
-// The norm's factors of a lane's tokens 2t and 2t + 1, once the MMA warps have left their squares; without a norm 1.
-struct RowFactors {
+// The norm's scales of a lane's tokens 2t and 2t + 1, once the MMA warps have left their squares; without a norm 1.
+struct NormScales {
   float of[2] = {1.0f, 1.0f};
 
   __device__ __forceinline__ void read(const DenseParams& p, const float* squares, int lane) {
@@ -286,8 +286,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     __syncwarp();
   }
   LargestOutputs<Shape> largest;
-  RowFactors factors;
-  bool normed = p.norm.weight == nullptr, ahead = false;  // factors are known; the next launch's data is prefetched
+  NormScales norm_scales;
+  bool normed = p.norm.weight == nullptr, ahead = false;  // scales are known; the next launch's data is prefetched
 
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);
@@ -327,15 +327,15 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
       }
       if (!normed) {  // the warps of all slices have arrived, behind their squares
         normed = true;
-        factors.read(p, pipeline.squares(), lane);
+        norm_scales.read(p, pipeline.squares(), lane);
       }
 #pragma unroll
       for (int i = 0; i < 4 * Shape::kTokenSteps; ++i) {
         const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
-        const float factor = Shape::kTokenSteps == 1 ? scale * factors.of[i % 2] : scale;
-        float value = fmaf(Mma::kAccumulatorScale * sums[i / 4][i % 4], factor, bias[i % 4 / 2]);
+        const float norm_scale = Shape::kTokenSteps == 1 ? scale * norm_scales.of[i % 2] : scale;
+        float value = fmaf(Mma::kAccumulatorScale * sums[i / 4][i % 4], norm_scale, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);

@@ -361,17 +361,17 @@ class WarpMma {
       if (kb < kScalesAhead) load_scales_of_k_block(kb);
     }
     float chain[kActive][kChains<kActive>][4] = {};
-    auto multiply_k_blocks = [&](auto large, const auto& factor) {
+    auto multiply_k_blocks = [&](auto large, const auto& to_scale) {
 #pragma unroll
       for (int kb = 0; kb < kKBlocks; ++kb) {
         if (kb >= kAhead) load_weights(kb, stage, high_row_offset, weights[kb]);
         if (kb >= kScalesAhead) load_scales_of_k_block(kb);
-        multiply_k_block<decltype(large)::value>(weights[kb], factor(scales[kb][0]), factor(scales[kb][1]), kb, chain,
-                                                 nan);
+        multiply_k_block<decltype(large)::value>(weights[kb], to_scale(scales[kb][0]), to_scale(scales[kb][1]), kb,
+                                                 chain, nan);
       }
     };
     if constexpr (Shape::kScaleWords == 2) {
-      multiply_k_blocks(std::false_type{}, [](uint32_t two) { return mma::nv_factors(two); });
+      multiply_k_blocks(std::false_type{}, [](uint32_t two) { return mma::nv_scales(two); });
     } else {
       uint32_t largest = 0;
 #pragma unroll
@@ -379,7 +379,7 @@ class WarpMma {
       if (__any_sync(kAllLanes, largest > Dequantizer::kLargestFoldedScale)) {
         multiply_k_blocks(std::true_type{}, [](uint32_t s) { return mma::scale_pair(s); });
       } else {
-        multiply_k_blocks(std::false_type{}, [](uint32_t s) { return Dequantizer::folded_factor(s); });
+        multiply_k_blocks(std::false_type{}, [](uint32_t s) { return Dequantizer::folded_scale(s); });
       }
     }
     if (Dequantizer::kHasNan) spread_nan(nan, chain);
@@ -394,11 +394,11 @@ class WarpMma {
     }
   }
 
-  // kLargeScales: the factors are the scales alone, and undoing the dequantization's bias takes a multiplication of its
+  // kLargeScales: they are the block scales alone, and undoing the dequantization's bias takes a multiplication of its
   // own.
-  template <bool kLargeScales, class Factor, int kActive>
-  __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], const Factor& low_factor,
-                                                   const Factor& high_factor, int kb,
+  template <bool kLargeScales, class Scale, int kActive>
+  __device__ __forceinline__ void multiply_k_block(const Block (&weights)[2], const Scale& low_scale,
+                                                   const Scale& high_scale, int kb,
                                                    float (&chain)[kActive][kChains<kActive>][4],
                                                    uint32_t (&nan)[2]) const {
 #pragma unroll
@@ -409,12 +409,12 @@ class WarpMma {
         Dequantizer::eight(weights[1], q, Dequantizer::kUndo, of_high, nan[1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          of_low[i] = ptx::bf16x2_multiply(of_low[i], low_factor);
-          of_high[i] = ptx::bf16x2_multiply(of_high[i], high_factor);
+          of_low[i] = ptx::bf16x2_multiply(of_low[i], low_scale);
+          of_high[i] = ptx::bf16x2_multiply(of_high[i], high_scale);
         }
       } else {
-        Dequantizer::eight(weights[0], q, low_factor, of_low, nan[0]);
-        Dequantizer::eight(weights[1], q, high_factor, of_high, nan[1]);
+        Dequantizer::eight(weights[0], q, low_scale, of_low, nan[0]);
+        Dequantizer::eight(weights[1], q, high_scale, of_high, nan[1]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -177,7 +177,7 @@ inline Status encode_scales(const uint8_t* scales, int matrices, SplitKGemm* g) 
 }
 
 // RMSNorm of a dense layer's tokens, x + addend, in front of the product. MMAs multiply the sums times the norm's
-// weight, rounded to bfloat16. The epilogue applies a token's factor, 1 / sqrt(mean(sum^2) + epsilon), so that no MMA
+// weight, rounded to bfloat16. The epilogue applies a token's scale, 1 / sqrt(mean(sum^2) + epsilon), so that no MMA
 // waits for it. Up to eight bfloat16 tokens.
 struct RowNorm {
   const void* weight;  // bfloat16 [k], or null: no norm

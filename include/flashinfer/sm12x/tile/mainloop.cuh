@@ -56,15 +56,15 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
   return at;
 }
 
-// Factors that a warp shares through shared memory where sums are scaled: those of its 32 rows (16 of each half) and of
+// Scales that a warp shares through shared memory where sums are scaled: those of its 32 rows (16 of each half) and of
 // its tokens, for the four scale blocks of a K block.
 template <class Config>
-struct WarpFactors {
+struct WarpScales {
   float4* rows;
   float4* tokens;
 
-  __device__ __forceinline__ WarpFactors(const SharedStorage<Config>& shared, int warp)
-      : rows(shared.factors(warp)), tokens(rows + 32) {}
+  __device__ __forceinline__ WarpScales(const SharedStorage<Config>& shared, int warp)
+      : rows(shared.float_scales(warp)), tokens(rows + 32) {}
 
   __device__ __forceinline__ void convert(const uint32_t* row_words, const int (&scale_row)[2][2],
                                           const uint32_t* token_words, int lane) const {
@@ -82,13 +82,13 @@ struct WarpFactors {
     __syncwarp();
   }
 
-  __device__ __forceinline__ mma::RowFactors of_rows(int half, int block, int lane) const {
-    const float* factors = reinterpret_cast<const float*>(rows + 16 * half + lane / 4) + block;
-    return {factors[0], factors[4 * 8]};
+  __device__ __forceinline__ mma::FloatRowScales of_rows(int half, int block, int lane) const {
+    const float* scales = reinterpret_cast<const float*>(rows + 16 * half + lane / 4) + block;
+    return {scales[0], scales[4 * 8]};
   }
-  __device__ __forceinline__ mma::TokenFactors of_tokens(int step, int block, int lane) const {
-    const float* factors = reinterpret_cast<const float*>(tokens + 8 * step + 2 * (lane % 4)) + block;
-    return {factors[0], factors[4]};
+  __device__ __forceinline__ mma::FloatTokenScales of_tokens(int step, int block, int lane) const {
+    const float* scales = reinterpret_cast<const float*>(tokens + 8 * step + 2 * (lane % 4)) + block;
+    return {scales[0], scales[4]};
   }
 };
 
@@ -106,7 +106,7 @@ class StageScales {
       : at_(at),
         row_words_(reinterpret_cast<const uint32_t*>(shared.scales(stage))),
         token_words_(shared.token_scales(stage) + at.first_token),
-        factors_(shared, warp),
+        float_scales_(shared, warp),
         lane_(lane) {
     if constexpr (kScaling == mma::Scaling::kInWeights) {
 #pragma unroll
@@ -131,8 +131,8 @@ class StageScales {
 
   __device__ __forceinline__ void begin_k_block(int k_block) const {
     if constexpr (kScaling == mma::Scaling::kInSums) {
-      factors_.convert(row_words_ + k_block * kScaleChunkRows, at_.scale_row, token_words_ + k_block * Config::kBlockN,
-                       lane_);
+      float_scales_.convert(row_words_ + k_block * kScaleChunkRows, at_.scale_row,
+                            token_words_ + k_block * Config::kBlockN, lane_);
     }
   }
   __device__ __forceinline__ typename Policy::RowScales of_rows(int k_block, int half, int block) const {
@@ -140,7 +140,7 @@ class StageScales {
       return Policy::row_scales(row_words_ + k_block * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
                                 lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
-      return factors_.of_rows(half, block, lane_);
+      return float_scales_.of_rows(half, block, lane_);
     } else {
       const auto& held = held_[k_block * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
       return {held[2 * half], held[2 * half + 1]};
@@ -150,7 +150,7 @@ class StageScales {
     if constexpr (kScaling == mma::Scaling::kInMma) {
       return Policy::token_scales(token_words_ + k_block * Config::kBlockN + 8 * step, lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
-      return factors_.of_tokens(step, block, lane_);
+      return float_scales_.of_tokens(step, block, lane_);
     } else {
       return {};
     }
@@ -160,7 +160,7 @@ class StageScales {
   const OperandOffsets<Config>& at_;
   const uint32_t* row_words_;
   const uint32_t* token_words_;
-  WarpFactors<Config> factors_;
+  WarpScales<Config> float_scales_;
   int lane_;
   uint32_t held_[Config::kScaleWords][4];  // scale words of rows g and g + 8 of each half
 };
@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
   const uint32_t weights = ptx::shared_address(shared.weights(stage));
   const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
 
-  // K blocks whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled
+  // K blocks whose scales go through shared memory cannot overlap, so they are not unrolled: two of them spilled
   // registers.
   constexpr int kUnrolledKBlocks = Policy::kScaling == mma::Scaling::kInSums ? 1 : Config::kKBlocks;
 #pragma unroll kUnrolledKBlocks

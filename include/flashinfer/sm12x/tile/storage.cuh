@@ -92,12 +92,13 @@ struct SharedStorage {
   static constexpr int kTokens = kScales + kStages * Config::kScaleStage;
   static constexpr int kTokenScales = kTokens + kStages * Config::kTokenStage;
   static constexpr int kStaging = kTokenScales + kStages * Config::kTokenScaleStage;
-  // Float factors of a warp's rows and tokens, where tokens have scales that their MMA does not take.
-  static constexpr int kWarpFactors = 16 * (32 + Config::kWarpTokens);
-  static constexpr bool kNeedsFactors = Config::kTokenScales && !(kSm12x && uses_block_scaled_mma(Config::kOperand));
-  static constexpr int kFactors = kStaging + Config::kStagingBytes;
+  // Float scales of a warp's rows and tokens, where tokens have scales that their MMA does not take.
+  static constexpr int kWarpScales = 16 * (32 + Config::kWarpTokens);
+  static constexpr bool kNeedsFloatScales =
+      Config::kTokenScales && !(kSm12x && uses_block_scaled_mma(Config::kOperand));
+  static constexpr int kFloatScales = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
-      kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
+      kFloatScales + (kNeedsFloatScales ? Config::kConsumerWarps * kWarpScales : 0);  // 16 bytes a token
   static constexpr int kBarriers = kScratch + 16 * Config::kBlockN;  // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
@@ -119,8 +120,8 @@ struct SharedStorage {
   __device__ __forceinline__ uint32_t* token_scales(int stage) const {
     return reinterpret_cast<uint32_t*>(base + kTokenScales + stage * Config::kTokenScaleStage);
   }
-  __device__ __forceinline__ float4* factors(int warp) const {
-    return reinterpret_cast<float4*>(base + kFactors + warp * kWarpFactors);
+  __device__ __forceinline__ float4* float_scales(int warp) const {
+    return reinterpret_cast<float4*>(base + kFloatScales + warp * kWarpScales);
   }
   __device__ __forceinline__ uint8_t* staging() const { return at(kStaging); }
   template <class T>

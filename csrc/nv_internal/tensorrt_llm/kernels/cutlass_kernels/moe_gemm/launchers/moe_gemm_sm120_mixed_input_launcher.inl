@@ -50,8 +50,8 @@ struct MoeInstance {
   using Fc2 = Gemm<Role::kFc2>;
 
   static constexpr bool agrees_with_table(int stages, int shared_bytes) {
-    // Half-precision MMAs in place of block-scaled ones need float factors in shared memory, too.
-    const bool more = Fc1::Sm12xStorage::kNeedsFactors;
+    // Half-precision MMAs in place of block-scaled ones need float scales in shared memory, too.
+    const bool more = Fc1::Sm12xStorage::kNeedsFloatScales;
     const int bytes = Fc1::Sm12xStorage::bytes(128);
     return stages == kStages && (more ? bytes > shared_bytes : bytes == shared_bytes);
   }
