@@ -118,8 +118,8 @@ enum class MoeMode : int { kMxfp8Input = 0, kHalfInput = 1, kW4A16 = 2 };
 
 // The use of a tiled grouped GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {
-  kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, activation, requantization
-  kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum
+  kFc1 = 0,  // token rows in permuted order, MXFP8 through `order`, bf16 packed so; bias, activation, requantization
+  kFc2 = 1,  // token rows in permuted order; bias, routing weight, top-k sum
   kStore = 2,  // token rows in group order; plain store
 };
 

@@ -31,7 +31,7 @@ struct PrologueParams {
   int first_expert;
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
-  int32_t* order;  // [pairs] in expert order
+  int32_t* order;  // [pairs] in permuted order
   int32_t* positions;  // [pairs] null, or where each pair stands in that order, -1 without a local expert
 
   int* split_arrivals;  // counters to zero

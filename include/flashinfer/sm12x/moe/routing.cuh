@@ -64,7 +64,7 @@ __device__ __forceinline__ int exclusive_offsets(const int* counts, int* offsets
   return carry;
 }
 
-// Routes at most kInKernelPairs pairs with one warp: offsets[0..num_experts] and, at its place in expert order, each
+// Routes at most kInKernelPairs pairs with one warp: offsets[0..num_experts] and, at its place in permuted order, each
 // pair's number.
 __device__ __forceinline__ void route_with_one_warp(const int32_t* ids, int num_pairs, int first_expert,
                                                     int num_experts, int* offsets, uint16_t* order, int lane) {

@@ -22,7 +22,8 @@
 //   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the
-// producer warp), empty and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
+// producer warp), empty and warmed_up 384 (all MMA threads), intermediate_ready 1, kRoutedBarrier 512, kEpilogueBarrier
+// 128.
 //
 //   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write
 //   each pair's expert into the pipeline, whose memory routing uses until the first stage is filled.
@@ -43,8 +44,8 @@
 //       the weights just read (gemm.cuh)
 //     arrive at empty[stage], warps without
 //       work for this K too
-//   FC1's end: fetch the code that loads     FC1's end: grid barrier; E0 arrives at act_ready
-//     FC2's tokens; wait for act_ready
+//   FC1's end: fetch the code that loads     FC1's end: grid barrier; E0 arrives at intermediate_ready
+//     FC2's tokens; wait for intermediate_ready
 //                                            FC2's end: grid barrier; the top-k sum
 //
 // A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
@@ -126,21 +127,22 @@ class TokenFragments {
     }
   }
 
-  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8 before
-  // (W4A8) or not (W4A16).
+  // FC2: `count` rows of the intermediate from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8
+  // before (W4A8) or not (W4A16).
   //
   // This code runs once for each tile, so its main cost is the fetch of instructions: scale blocks are converted in a
   // loop through which the registers shift, not in unrolled code. If registers can hold a block (kHold), the next one's
   // values load into the registers of converted ones while the others are converted.
-  static __device__ __forceinline__ void load_act(Blocks& tokens, const FusedMoeParams& p, int first_k_block, int lane,
-                                                  int count, int first) {
+  static __device__ __forceinline__ void load_intermediate(Blocks& tokens, const FusedMoeParams& p, int first_k_block,
+                                                           int lane, int count, int first) {
     const int first_block = first_k_block * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
     TokenBlock* const blocks = &tokens[0][0];
     TokenBlock& last = blocks[kBlocks - 1];
     auto source = [&](int i) -> Source {
       const int token = 8 * (i / kKBlocks) + lane / 4, scale_block = first_block + i % kKBlocks * kScaleChunkBlocks;
       const bool wanted = token < count && scale_block * kScaleBlock < k;
-      return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + scale_block * kScaleBlock : 0), wanted};
+      return {p.intermediate + (wanted ? static_cast<int64_t>(first + token) * k + scale_block * kScaleBlock : 0),
+              wanted};
     };
     float eights[4][8];  // the block that is converted next
     if constexpr (kHold) {
@@ -152,7 +154,7 @@ class TokenFragments {
     for (int i = 0; i < kBlocks; ++i) {
       shift_blocks<kBlocks>(blocks);
       if constexpr (kHold) {
-        const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
+        const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.intermediate, false};
         auto held = [&](int q, auto& x) {
 #pragma unroll
           for (int v = 0; v < 8; ++v) x[v] = eights[q][v];
@@ -170,7 +172,7 @@ class TokenFragments {
   }
 
  private:
-  // A block of act; zeros where it is not wanted.
+  // A block of the intermediate; zeros where it is not wanted.
   struct Source {
     const float* from;
     bool wanted;
@@ -215,7 +217,7 @@ class FusedMoeMma {
   // fetch would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and,
   // with few pairs, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile.
   // It must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which
-  // ends at act_ready, FC2's work ranges.
+  // ends at intermediate_ready, FC2's work ranges.
   __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
@@ -229,7 +231,7 @@ class FusedMoeMma {
       if (!warm_up || scheduler.gemm == 0) multiply(range, tile.count(), !warm_up);
       if (warm_up && scheduler.gemm == 1) {
         warm_up = false;
-        ptx::mbarrier_wait(shared.act_ready(), 0);
+        ptx::mbarrier_wait(shared.intermediate_ready(), 0);
         tile = shared.tiles()[scheduler.tile];
         continue;
       }
@@ -262,7 +264,7 @@ class FusedMoeMma {
         return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
       });
     } else {
-      Tokens::load_act(warp_mma_.tokens, p, warp_mma_.first_k_block(), lane_, tile.count(), tile.first());
+      Tokens::load_intermediate(warp_mma_.tokens, p, warp_mma_.first_k_block(), lane_, tile.count(), tile.first());
     }
   }
 
@@ -348,7 +350,7 @@ class FusedMoeEpilogue {
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
     grid_barrier(p.barrier_counters, 0);
-    if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
+    if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.intermediate_ready());
     for (; has_stages && !to_finish_.ended(); next()) finish<1>();
     if (has_stages && !ahead_) ask_ahead();
     grid_barrier(p.barrier_counters + 1, done_before);
@@ -447,7 +449,7 @@ class FusedMoeEpilogue {
   __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
                                            const Activation& activation, const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
-      float* to = p.act + static_cast<int64_t>(position) * p.gemm[0].out + output;
+      float* to = p.intermediate + static_cast<int64_t>(position) * p.gemm[0].out + output;
       low = fmaf(low, scale, bias[0]);
       high = fmaf(high, scale, bias[1]);
       if (p.activation.gated) {
@@ -516,7 +518,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
       ptx::mbarrier_init(shared.empty(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
-      ptx::mbarrier_init(shared.act_ready(), 1);
+      ptx::mbarrier_init(shared.intermediate_ready(), 1);
       ptx::mbarrier_init(shared.warmed_up(), 32 * Config::kMmaWarps);
       // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
       ptx::prefetch_tensor_map(&p.gemm[0].scales);

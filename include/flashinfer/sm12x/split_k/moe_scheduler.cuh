@@ -28,7 +28,7 @@ struct TokenTile {
     return {static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << 16 | static_cast<uint32_t>(count) << 27};
   }
   __device__ __forceinline__ int expert() const { return static_cast<int>(packed & 0xFFFFu); }
-  __device__ __forceinline__ int first() const { return static_cast<int>(packed >> 16 & 0x7FFu); }  // in expert order
+  __device__ __forceinline__ int first() const { return static_cast<int>(packed >> 16 & 0x7FFu); }  // in permuted order
   __device__ __forceinline__ int count() const { return static_cast<int>(packed >> 27); }
 };
 
@@ -80,7 +80,7 @@ struct FusedMoeShared : SplitKPipeline<FusedMoeStorage::kPipeline> {
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kPipeline); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
-  __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxSplitKStages); }
+  __device__ __forceinline__ uint64_t* intermediate_ready() const { return barrier(2 * kMaxSplitKStages); }
   // The MMA warps have warmed up in the last stage.
   __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxSplitKStages + 1); }
 

@@ -233,7 +233,7 @@ struct FusedMoeParams {
   int first_expert;
   int num_experts;
   ActivationOfExperts activation;
-  float* act;  // [pairs, inter], in expert order
+  float* intermediate;  // [pairs, inter], in permuted order
   float* partial_outputs;  // [pairs, hidden], by pair
   unsigned* barrier_counters;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
   ReadAhead next;

@@ -139,7 +139,7 @@ struct Epilogue {
         quantize(warp, lane, first);
       }
       ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-      store_act(warp, lane, first);
+      store_intermediate(warp, lane, first);
       first += kRowHalf;
       if (gated<Config>(p) || turn == 1 || first >= inter()) break;
 #pragma unroll
@@ -150,7 +150,7 @@ struct Epilogue {
   // FC1's results of a token.
   __device__ __forceinline__ int inter() const { return gated<Config>(p) ? p.rows / 2 : p.rows; }
 
-  // Of the 64 rows from `first` on: leaves act values in accumulators[0]; rows beyond inter_size become 0.
+  // Of the 64 rows from `first` on: leaves intermediate values in accumulators[0]; rows beyond inter_size become 0.
   __device__ __forceinline__ void activate(int warp, int lane, int first) const {
     const Fc1Epilogue& e = p.epilogue;
     const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, work_tile.expert, 1.0f);
@@ -171,22 +171,22 @@ struct Epilogue {
         for (int value = 2 * upper; value < 2 * upper + 2; ++value) {
           const float up = fmaf(accumulators[0][step][value], scale, bias_up);
           const float gate = fmaf(accumulators[1][step][value], scale, bias_gate);
-          const float act = e.activation.gated ? activation(up, gate) : relu_squared(up);
-          accumulators[0][step][value] = exists ? act : 0.0f;
+          const float intermediate = e.activation.gated ? activation(up, gate) : relu_squared(up);
+          accumulators[0][step][value] = exists ? intermediate : 0.0f;
         }
       }
     }
   }
 
-  // A scale block of act is the 16 rows of two neighbouring warps.
+  // A scale block of the intermediate is the 16 rows of two neighbouring warps.
   __device__ __forceinline__ void quantize(int warp, int lane, int first) const {
-    const auto& act = accumulators[0];
+    const auto& intermediate = accumulators[0];
     float* amax = shared.template scratch<float>();  // [4][kBlockN]
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
-        float largest = fmaxf(fabsf(act[step][parity]), fabsf(act[step][parity + 2]));
+        float largest = fmaxf(fabsf(intermediate[step][parity]), fabsf(intermediate[step][parity + 2]));
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
@@ -206,7 +206,7 @@ struct Epilogue {
         const int token = token_of(warp, lane, step, parity);
         const float* of_warp = amax + (warp % 4 & ~1) * Config::kBlockN + token;
         const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kBlockN]));
-        const float low = act[step][parity], high = act[step][parity + 2];
+        const float low = intermediate[step][parity], high = intermediate[step][parity + 2];
         if constexpr (Config::kOperand == Element::kBf16) {
           const uint32_t dequantized = rounding.pair_as_bf16(low, high);
           stage_bf16(token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
@@ -219,7 +219,8 @@ struct Epilogue {
         staged[8] = static_cast<uint8_t>(pair >> 8);
         if (lane < 4 && warp % 2 == 0 && token < work_tile.num_tokens) {
           const int block = first_block + warp % 4 / 2;
-          uint8_t* scales = p.epilogue.act_scales + static_cast<int64_t>(work_tile.first_token + token) * pitch;
+          uint8_t* scales =
+              p.epilogue.intermediate_scales + static_cast<int64_t>(work_tile.first_token + token) * pitch;
           if (block < blocks) scales[block] = static_cast<uint8_t>(rounding.scale);
           if (block == blocks - 1) {  // FC2 reads whole scale words: define their padding
             for (int pad = blocks; pad < pitch; ++pad) scales[pad] = 0;
@@ -247,7 +248,7 @@ struct Epilogue {
 
   // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
   // whole.
-  __device__ __forceinline__ void store_act(int warp, int lane, int first) const {
+  __device__ __forceinline__ void store_intermediate(int warp, int lane, int first) const {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int width = inter(), first_block = first / kScaleBlock;
@@ -265,7 +266,7 @@ struct Epilogue {
               : make_uint4(0, 0, 0, 0);
       const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * width + block * kScaleBlock
                                               : packed_offset(p.num_pairs, position, block);
-      *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
+      *reinterpret_cast<uint4*>(p.epilogue.intermediate + at + byte) = value;
     }
   }
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
   at.swizzle = Config::kFirstPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
-  // Odd rows in expert order have neighbouring scale blocks swapped.
+  // Odd rows in permuted order have neighbouring scale blocks swapped.
   const int swapped = Config::kTokenScales ? 0 : (work_tile.first_token + token) & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -27,8 +27,8 @@ struct Fc1Epilogue {
   const void* bias;           // [E, rows] or null
   ScalarType bias_type;
   ActivationOfExperts activation;
-  uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in expert order
-  uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
+  uint8_t* intermediate;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in permuted order
+  uint8_t* intermediate_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
 
 struct Fc2Epilogue {

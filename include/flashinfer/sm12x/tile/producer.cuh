@@ -168,7 +168,7 @@ class Producer {
     }
   }
 
-  // Packed rows are in expert order: a tile is contiguous in each K block.
+  // Packed rows are in permuted order: a tile is contiguous in each K block.
   __device__ __forceinline__ void copy_packed_rows(int stage, const Cursor& at) const {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks_in(at.k_tile); ++kb) {

@@ -22,7 +22,7 @@ constexpr int kPanelTokens = 512;
 struct WorkTile {
   int expert;
   int m_tile;
-  int first_token;  // position in expert order
+  int first_token;  // position in permuted order
   int num_tokens;  // 1..kBlockN
 };
 

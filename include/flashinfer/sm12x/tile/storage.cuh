@@ -63,7 +63,7 @@ struct GemmConfig {
   static constexpr int kTokenStage = kBlockN * kTokenPitch * (kTokenScales ? 1 : kKBlocks);
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kKBlocks * kBlockN : 0;
 
-  // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
+  // FC1 leaves its intermediate tile (64 values a token) here before it goes to memory in 16-byte pieces.
   static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kBlockN * kStagingPitch : 0;
 

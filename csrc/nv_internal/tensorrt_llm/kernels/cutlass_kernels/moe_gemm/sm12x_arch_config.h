@@ -81,7 +81,7 @@ inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
 }
 
 // Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: if operands are MXFP8 and pairs are few. A
-// launch in front packs rows of bfloat16 in expert order and needs that order.
+// launch in front packs rows of bfloat16 in permuted order and needs that order.
 inline bool routes_in_kernel(const Instance& instance, int num_pairs) {
   return instance.operand != Element::kBf16 && num_pairs <= kInKernelPairs;
 }

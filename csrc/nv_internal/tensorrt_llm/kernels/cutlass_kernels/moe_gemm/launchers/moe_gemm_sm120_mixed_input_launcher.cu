@@ -15,8 +15,8 @@ namespace flashinfer::sm12x {
 namespace {
 
 struct MoeWorkspace {
-  uint8_t* act;
-  uint8_t* act_scales;
+  uint8_t* intermediate;
+  uint8_t* intermediate_scales;
   uint8_t* tokens;
   uint8_t* token_scales;
   int32_t* offsets;
@@ -33,13 +33,13 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   Arena arena(base);
   const size_t pairs = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
-  // Room for whatever tactic comes: act is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a fused
-  // MoE kernel's float32; tokens are e4m3, or packed, for the two-kernel path one row for each pair.
+  // Room for whatever tactic comes: intermediate is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a
+  // fused MoE kernel's float32; tokens are e4m3, or packed, for the two-kernel path one row for each pair.
   const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kW4A16;
   const size_t fused_moe_tokens = std::min<size_t>(s.num_tokens, kFusedMoePairs / s.top_k);
-  const size_t act_bytes = s.inter * std::max(pairs, fused_moe_tokens * s.top_k * sizeof(float));
-  w.act = arena.take<uint8_t>(std::max(act_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
-  w.act_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
+  const size_t intermediate_bytes = s.inter * std::max(pairs, fused_moe_tokens * s.top_k * sizeof(float));
+  w.intermediate = arena.take<uint8_t>(std::max(intermediate_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
+  w.intermediate_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kHalfInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
   const size_t packed_rows = as_bf16 ? pairs : fused_moe_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
@@ -65,7 +65,7 @@ TokenRows input_rows(const MoeArguments& a) {
   return {a.input, a.input_sf, format, a.shape.hidden};
 }
 
-// Tokens for bf16 MMAs; `positions`: of each (token, slot) pair in expert order, or null, for the order of tokens.
+// Tokens for bf16 MMAs; `positions`: of each (token, slot) pair in permuted order, or null, for the order of tokens.
 PackTokensParams pack_params(const MoeArguments& a, const MoeWorkspace& w, const int32_t* positions) {
   PackTokensParams pack = {};
   pack.input = input_rows(a);
@@ -140,7 +140,7 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
   p.first_expert = a.first_expert;
   p.num_experts = s.num_experts;
   p.activation = a.activation;
-  p.act = reinterpret_cast<float*>(w.act);
+  p.intermediate = reinterpret_cast<float*>(w.intermediate);
   p.partial_outputs = w.partial_outputs;
   // A fused MoE kernel splits no work tiles between blocks, so the arrivals' counters are free.
   p.barrier_counters = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
@@ -230,11 +230,11 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
     fc1.token_scales = reinterpret_cast<const uint32_t*>(scales_from_workspace ? w.token_scales : a.input_sf);
     fc1.token_scale_pitch = !scales_from_workspace && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
   }
-  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.activation, w.act, w.act_scales};
+  fc1.epilogue = {a.fc1.global_scale, a.fc1.bias, a.fc1.bias_type, a.activation, w.intermediate, w.intermediate_scales};
 
-  fc2.tokens = w.act;
+  fc2.tokens = w.intermediate;
   if (mxfp8) {
-    fc2.token_scales = reinterpret_cast<const uint32_t*>(w.act_scales);
+    fc2.token_scales = reinterpret_cast<const uint32_t*>(w.intermediate_scales);
     fc2.token_scale_pitch = scale_words(s.inter);
   }
   fc2.epilogue = {a.fc2.global_scale, a.fc2.bias,       a.fc2.bias_type, a.routing_weights,
