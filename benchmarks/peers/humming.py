@@ -5,7 +5,7 @@ Facts of its interface: weights are int32 words of the checkpoint's bytes, ``[N,
 ``[E, ...]``, scales E8M0 ``[N, K / 32]``, or E4M3 ``[N, K / 16]`` beside a float32 per expert;
 ``prepare_and_transform_humming_tensors`` pads (vLLM: N to 256, K to 128) and rearranges them; inputs and outputs keep
 their sizes.  A schedule is chosen by the number of rows among intervals ``(low, high]``, and the kernels of all
-schedules that it is given are compiled at their first use.  An indexed GEMM takes (token, slot) pairs grouped by expert
+schedules that it is given are compiled at their first use.  An indexed GEMM takes routed rows grouped by expert
 in blocks of its schedule's rows, as vLLM's ``moe_align_block_size`` makes them.
 
 The activation between the GEMMs is the package's own kernel with an expression of ours; the weighted sum of a token's

@@ -318,9 +318,9 @@ def moe_step(
     ----------
     router_logits : torch.Tensor, optional
         float32 ``[M, experts of all ranks]``, at most 512 experts.  Experts and their weights follow from it as in
-        ``router_top_k``: the layer's own launch chooses them if there are at most 32 (token, slot) pairs and the layer
-        is one fused MoE kernel, else operations before it do.  ``token_selected_experts`` and ``token_final_scales``
-        must then be None.
+        ``router_top_k``: the layer's own launch chooses them if there are at most 32 routed rows (tokens x top_k) and
+        the layer is one fused MoE kernel, else operations before it do. ``token_selected_experts`` and
+        ``token_final_scales`` must then be None.
     top_k : int
         Experts of a token, with ``router_logits``; at most 32.
     is_padding : torch.Tensor, optional

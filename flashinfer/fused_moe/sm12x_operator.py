@@ -42,8 +42,8 @@ from .sm12x_validation import (
     validate,
 )
 
-FEW_PAIRS = 32
-"""(token, slot) pairs whose experts a fused MoE kernel can choose itself: kFewPairs."""
+FEW_ROUTED_ROWS = 32
+"""routed rows whose experts a fused MoE kernel can choose itself: kFewRoutedRows."""
 
 CHOOSING_TOKENS = 1
 """Callers give the layer logits up to so many tokens and ids from ``router_top_k`` beyond: on an H100 a step of one
@@ -81,7 +81,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
     asks_tuner = wanted is None and backend.is_cuda and not tune.is_idle()
-    if asks_tuner or not fused_moe or problem.num_tokens * problem.top_k > FEW_PAIRS:
+    if asks_tuner or not fused_moe or problem.num_tokens * problem.top_k > FEW_ROUTED_ROWS:
         call = routed(call)
     if asks_tuner:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():

@@ -19,7 +19,7 @@ from typing import Any
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from ..sm12x.device_class import CLASSES, GB10, DeviceClass
-from ..sm12x.instances import FUSED_MOE_PAIRS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance
+from ..sm12x.instances import FUSED_MOE_ROUTED_ROWS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance
 from .sm12x_validation import Mode, MoEProblem
 
 
@@ -181,7 +181,7 @@ def wanted_tactics(
     for row in named_rows:
         if row is not None and not row.takes(pairs, problem.hidden, problem.inter):
             raise ValueError(
-                f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_PAIRS} (token, slot) pairs, and "
+                f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_ROUTED_ROWS} routed rows (tokens x top_k), and "
                 "hidden and "
                 f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes "
                 f"{problem.hidden} "

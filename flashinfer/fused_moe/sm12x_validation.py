@@ -268,7 +268,7 @@ def require_parallel_sizes(tp_size: Any, tp_rank: Any, ep_size: Any, ep_rank: An
 
 
 def require_pairs(name: str, num_tokens: int, top_k: int) -> None:
-    """Raise ``ValueError`` where there are more (token, slot) pairs than the kernels count; ``name`` is the tokens'."""
+    """Raise ``ValueError`` where there are more routed rows than the kernels count; ``name`` is the tokens'."""
     most = INT32_MAX // 2 // top_k
     if num_tokens > most:
         raise ValueError(f"{name} is {num_tokens}; with top_k {top_k} it must be at most {most}: split the batch")

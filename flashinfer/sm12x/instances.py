@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 
 BLOCK_M = 128
 MAX_EXPERTS = 512  # kMaxLocalExperts: their routing tables fit the block's shared memory
-IN_KERNEL_PAIRS = 256  # (token, slot) pairs that the kernels route by themselves
+IN_KERNEL_ROUTED_ROWS = 256  # routed rows that the kernels route by themselves
 
-FUSED_MOE_PAIRS = 1536  # (token, slot) pairs that a fused MoE kernel takes
+FUSED_MOE_ROUTED_ROWS = 1536  # routed rows that a fused MoE kernel takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
 """Formats of tokens: those that activations may be rounded to and MMAs multiply."""
@@ -159,7 +159,7 @@ class Instance:
 
     def takes(self, num_rows: int, hidden: int, inter: int) -> bool:
         """Whether the row computes a MoE layer of these sizes; ``num_rows`` is tokens x top_k."""
-        return not self.split_k or (num_rows <= FUSED_MOE_PAIRS and max(hidden, inter) <= self.longest_k)
+        return not self.split_k or (num_rows <= FUSED_MOE_ROUTED_ROWS and max(hidden, inter) <= self.longest_k)
 
 
 _BF16 = (

@@ -130,7 +130,7 @@ def _nvfp4_weights(
 
 
 def uneven_rows(pairs: int, experts: int, tile: int) -> dict[str, tuple[int, ...]]:
-    """How many of ``pairs`` (token, slot) pairs each expert gets, in ways that differ in the tiles of ``tile`` tokens
+    """How many of ``pairs`` routed rows each expert gets, in ways that differ in the tiles of ``tile`` tokens
     that they make: full, partly filled and narrow ones in each order, experts without a row, and one with half of
     all."""
 

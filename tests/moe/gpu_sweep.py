@@ -31,7 +31,7 @@ import torch
 from moe_harness import check_case, same_bits, tactics_to_force
 
 from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_top_k
-from flashinfer.fused_moe.sm12x_operator import FEW_PAIRS
+from flashinfer.fused_moe.sm12x_operator import FEW_ROUTED_ROWS
 from flashinfer.fused_moe.sm12x_router import choose_experts
 from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
@@ -40,9 +40,9 @@ from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
-    FUSED_MOE_PAIRS,
+    FUSED_MOE_ROUTED_ROWS,
     GEMM_INSTANCES,
-    IN_KERNEL_PAIRS,
+    IN_KERNEL_ROUTED_ROWS,
     INSTANCES,
     MAX_EXPERTS,
     SM12X,
@@ -125,7 +125,7 @@ def most_pairs_cases(extra: bool) -> list[Work]:
     top_k = 24
     for relu2 in (False, True):
         for mode, weights in KINDS:
-            sizes = FUSED_MOE_PAIRS // top_k, 416, 352, MAX_EXPERTS, top_k, mode
+            sizes = FUSED_MOE_ROUTED_ROWS // top_k, 416, 352, MAX_EXPERTS, top_k, mode
             case = MoECase(*sizes, relu2=relu2, weights=weights)  # type: ignore[arg-type]
             streams = [pair for pair in tactics_of(case, extra) if pair is None or ROWS[pair[0]].split_k]
             work.append(("most_pairs", case, streams))
@@ -136,13 +136,18 @@ def routing_cases(quick: bool, extra: bool) -> list[Work]:
     """Uneven routings, around the tiles of 8 to 128 tokens, at the numbers of pairs where kernels route in another way
     and at the most of a stream; every instance forced."""
     work: list[Work] = []
-    sizes = ((FEW_PAIRS, 6), (FEW_PAIRS + 1, 40), (IN_KERNEL_PAIRS, 40), (IN_KERNEL_PAIRS + 1, 40))
-    for pairs, experts in (*sizes, (FUSED_MOE_PAIRS, 96), (FUSED_MOE_PAIRS, MAX_EXPERTS), (2200, 5)):
+    sizes = (
+        (FEW_ROUTED_ROWS, 6),
+        (FEW_ROUTED_ROWS + 1, 40),
+        (IN_KERNEL_ROUTED_ROWS, 40),
+        (IN_KERNEL_ROUTED_ROWS + 1, 40),
+    )
+    for pairs, experts in (*sizes, (FUSED_MOE_ROUTED_ROWS, 96), (FUSED_MOE_ROUTED_ROWS, MAX_EXPERTS), (2200, 5)):
         for tile in (16, 64) if quick else (8, 16, 24, 32, 40, 64, 128):
             for number, rows in enumerate(uneven_rows(pairs, experts, tile).values()):
                 top_k = 2 if pairs % 2 == 0 and max(rows) <= pairs // 2 else 1
                 one = KINDS[(number + tile // 8) % len(KINDS)]
-                for mode, weights in [one] if quick or pairs == FUSED_MOE_PAIRS else KINDS:
+                for mode, weights in [one] if quick or pairs == FUSED_MOE_ROUTED_ROWS else KINDS:
                     case = MoECase(
                         pairs // top_k,
                         416,
@@ -320,7 +325,7 @@ def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> i
         unit = torch.eye(case.num_experts, dtype=torch.bfloat16, device=device)
         routed = router_top_k(logits.bfloat16(), unit, case.top_k, is_padding=padding)
         scales, ids = routed.topk_weights, routed.topk_ids
-        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen before the layer, by torch's softmax
+        if case.num_tokens * case.top_k > FEW_ROUTED_ROWS:  # chosen before the layer, by torch's softmax
             scales, chosen = choose_experts(logits, case.top_k, padding)
             assert torch.equal(chosen, ids), f"a step's {case}, seed {seed}: other experts"
         wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=scales, **arguments)

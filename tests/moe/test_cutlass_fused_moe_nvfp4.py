@@ -21,7 +21,7 @@ from moe_recording import RecordingModule
 from flashinfer.fused_moe import core, cutlass_fused_moe, moe_step
 from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.sm12x.device_class import CLASSES, DeviceClass
-from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, INSTANCES, NVFP4
+from flashinfer.sm12x.instances import FUSED_MOE_ROUTED_ROWS, INSTANCES, NVFP4
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
@@ -175,7 +175,7 @@ def test_a_stream_takes_what_the_launcher_takes() -> None:
     """2 stages fit up to its K, and 1,536 pairs."""
     (stream,) = [row for row in NVFP4 if row.split_k]
     assert stream.longest_k == 3072
-    assert stream.takes(FUSED_MOE_PAIRS, 3072, 3072) and not stream.takes(FUSED_MOE_PAIRS + 1, 32, 32)
+    assert stream.takes(FUSED_MOE_ROUTED_ROWS, 3072, 3072) and not stream.takes(FUSED_MOE_ROUTED_ROWS + 1, 32, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=["bfloat16 input", "packed input"])

@@ -13,7 +13,7 @@ from perfmodel import gb10, moe, step
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import CARD, CLASSES, GB10, HOPPER, DeviceClass
-from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, INSTANCES, Format, Instance
+from flashinfer.sm12x.instances import FUSED_MOE_ROUTED_ROWS, INSTANCES, Format, Instance
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 
 # Time of a N tile of one expert on an H200, relative to a fused MoE tile of 8 (docs/log.md, "Grid of tactics").
@@ -50,7 +50,9 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
         rows = tokens * top_k
         chosen = sm12x_planner.choose(activation, rows, experts, HOPPER, (2880, 2880)).instance
         costs = {
-            kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= FUSED_MOE_PAIRS
+            kind: expected_cost(kind, rows / experts)
+            for kind in COST
+            if kind[0] == PAIR or rows <= FUSED_MOE_ROUTED_ROWS
         }
         assert costs[chosen.split_k, chosen.block_n] <= 1.05 * min(costs.values()), (tokens, chosen.name)
 

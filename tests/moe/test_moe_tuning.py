@@ -19,7 +19,7 @@ from flashinfer.fused_moe import SM12xMoELayer
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.sm12x import device_class, instances
-from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
+from flashinfer.sm12x.instances import FUSED_MOE_ROUTED_ROWS, HOPPER, INSTANCES, MAIN_MODULE, NVFP4, is_alone
 from flashinfer.testing import MoECase, make_moe_inputs
 
 BUCKETS = {1, 2, 4, 8, 16}
@@ -206,14 +206,14 @@ def test_a_fused_moe_tactic_refuses_what_it_cannot_take(row) -> None:
     mode = Mode.W4A16 if row.activation == "bf16" else Mode.MXFP8_INPUT
     longest = row.longest_k
     largest = PROBLEM._replace(
-        mode=mode, weights=row.weights, num_tokens=FUSED_MOE_PAIRS // 4, top_k=4, hidden=longest, inter=longest
+        mode=mode, weights=row.weights, num_tokens=FUSED_MOE_ROUTED_ROWS // 4, top_k=4, hidden=longest, inter=longest
     )
     assert wanted_tactics([row.number, -1], largest) == (row.index, -1)
-    for beyond in ({"num_tokens": FUSED_MOE_PAIRS // 4 + 1}, {"hidden": longest + 32}, {"inter": longest + 32}):
+    for beyond in ({"num_tokens": FUSED_MOE_ROUTED_ROWS // 4 + 1}, {"hidden": longest + 32}, {"inter": longest + 32}):
         problem = largest._replace(**beyond)
         with pytest.raises(
             ValueError,
-            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1536 \(token, slot\) pairs, and "
+            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1536 routed rows \(tokens x top_k\), and "
             rf"hidden and intermediate sizes up to {longest}, but this call has {4 * problem.num_tokens} pairs and the "
             rf"sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
         ):
@@ -263,7 +263,7 @@ def test_a_call_of_many_tokens_finds_and_leaves_the_tactics_of_few(
     """
     cache = tmp_path / "tactics.json"
     lines = logged(monkeypatch)
-    few, many = caller(module), caller(module, num_tokens=instances.FUSED_MOE_PAIRS)
+    few, many = caller(module), caller(module, num_tokens=instances.FUSED_MOE_ROUTED_ROWS)
     profiler.times = {(1, STREAMED): 0.5}
     default, _ = many()
     with autotune(True, cache=str(cache)):

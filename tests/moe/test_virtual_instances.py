@@ -26,9 +26,9 @@ from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     BLOCK_M,
-    FUSED_MOE_PAIRS,
+    FUSED_MOE_ROUTED_ROWS,
     GEMM_INSTANCES,
-    IN_KERNEL_PAIRS,
+    IN_KERNEL_ROUTED_ROWS,
     INSTANCES,
     MAIN_MODULE,
     MAX_EXPERTS,
@@ -259,7 +259,7 @@ def test_more_tokens_than_the_grid_packs_at_once(device):
 @pytest.mark.parametrize("rank", [0, 1])
 @PACKING
 def test_packed_rows_of_a_shard(device, rank, instance):
-    """There are fewer rows than (token, slot) pairs."""
+    """There are fewer rows than routed rows."""
     mode = 2 if instance.activation == "bf16" else 1
     case = MoECase(40, 352, INTER, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False)
     check_moe(device, case, 308, [instance.index] * 2)
@@ -275,7 +275,9 @@ def test_a_shard_without_any_row_is_zeros(device, mode, instance):
 
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
-@pytest.mark.parametrize("tokens", [37, IN_KERNEL_PAIRS + 9], ids=["routed by the kernels", "routed by the prologue"])
+@pytest.mark.parametrize(
+    "tokens", [37, IN_KERNEL_ROUTED_ROWS + 9], ids=["routed by the kernels", "routed by the prologue"]
+)
 def test_every_token_on_one_expert(device, mode, tokens):
     case = MoECase(tokens, 352, INTER, 8, 1, mode, routing="one_expert", swizzled_input_sf=False)
     inputs = check_moe(device, case, 303)
@@ -285,7 +287,7 @@ def test_every_token_on_one_expert(device, mode, tokens):
 @EACH_MODE
 def test_more_pairs_than_the_kernels_route(device, mode, instance):
     """To more experts than a warp has lanes: several warps add up how many rows each has."""
-    check_moe(device, MoECase(IN_KERNEL_PAIRS // 2 + 2, 160, 96, 40, 2, mode), 304, [instance.index] * 2)
+    check_moe(device, MoECase(IN_KERNEL_ROUTED_ROWS // 2 + 2, 160, 96, 40, 2, mode), 304, [instance.index] * 2)
 
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -420,7 +422,7 @@ def test_a_fused_moe_layer_of_many_experts(device, instance, tokens, experts, to
 )
 @pytest.mark.parametrize("instance", STREAMED, ids=lambda row: row.name)
 def test_a_fused_moe_layer_routes_few_and_many(device, instance, tokens):
-    """Up to 32 (token, slot) pairs are sorted in registers, more in shared memory."""
+    """Up to 32 routed rows are sorted in registers, more in shared memory."""
     case = MoECase(tokens, 160, 96, 40, 4, 2 if instance.activation == "bf16" else 0)
     check_moe(device, case, 620 + tokens, [instance.index] * 2)
 
@@ -431,7 +433,7 @@ def test_a_fused_moe_layer_routes_few_and_many(device, instance, tokens):
 def test_a_fused_moe_layer_has_room_for_the_most_tiles(device, instance):
     """All experts are hit, and no other number of pairs makes more tiles: each expert's last tile holds one."""
     tile, experts = instance.block_n, MAX_EXPERTS
-    full = (FUSED_MOE_PAIRS - experts) // tile
+    full = (FUSED_MOE_ROUTED_ROWS - experts) // tile
     ids = torch.arange(experts).repeat_interleave(torch.tensor([1 + tile] * full + [1] * (experts - full)))
     seed = 650
     print("seed", seed)
@@ -439,7 +441,7 @@ def test_a_fused_moe_layer_has_room_for_the_most_tiles(device, instance):
     inputs = make_moe_inputs(case, seed)
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
     inputs = dataclasses.replace(inputs, token_selected_experts=ids[order, None].int())
-    assert case.num_tokens == FUSED_MOE_PAIRS
+    assert case.num_tokens == FUSED_MOE_ROUTED_ROWS
     output = run_moe(device, inputs, case.mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{case}, seed {seed}")
 

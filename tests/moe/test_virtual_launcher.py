@@ -31,7 +31,7 @@ from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_ro
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
+from flashinfer.sm12x.instances import FUSED_MOE_ROUTED_ROWS, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -181,7 +181,7 @@ def at_limits() -> list[Any]:
     """
     found = []
     for (mode, names), top_k in itertools.product(OF_MODES.items(), (1, 4)):
-        most = FUSED_MOE_PAIRS // top_k
+        most = FUSED_MOE_ROUTED_ROWS // top_k
         for name, tokens, sizes in itertools.product(names, (140, most, most + 1), ((32, 96), (96, 32))):
             if INSTANCES[index_of(name)].takes(tokens * top_k, *sizes):
                 case = MoECase(tokens, *sizes, 128 if top_k == 4 else 3, top_k, mode, biases=False)

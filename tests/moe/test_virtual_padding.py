@@ -9,16 +9,16 @@ import torch
 from virtual_devices import virtual_fixture
 
 import flashinfer
-from flashinfer.sm12x.instances import IN_KERNEL_PAIRS, INSTANCES, SM12X
+from flashinfer.sm12x.instances import IN_KERNEL_ROUTED_ROWS, INSTANCES, SM12X
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice
 
 WIDE = Accumulation(25)  # an H200's and a B200's
 HIDDEN, INTER, EXPERTS, TOP_K = 352, 160, 6, 2
 MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
-# Pairs of GEMMs route by themselves up to IN_KERNEL_PAIRS (token, slot) pairs, but W4A16's never do; fused MoE kernels
+# Pairs of GEMMs route by themselves up to IN_KERNEL_ROUTED_ROWS routed rows, but W4A16's never do; fused MoE kernels
 # route up to 32 in registers.
-FEW, MANY = 9, IN_KERNEL_PAIRS // TOP_K + 3
+FEW, MANY = 9, IN_KERNEL_ROUTED_ROWS // TOP_K + 3
 
 device = virtual_fixture(accumulation_bits=WIDE.sum_bits)
 

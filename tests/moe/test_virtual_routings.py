@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts with uneven numbers of rows, by each instance of the MoE layer, on the virtual SM121.
 
-The numbers of (token, slot) pairs are those at which kernels route in another way: 32 and 33 for a stream, 256 and 257
+The numbers of routed rows are those at which kernels route in another way: 32 and 33 for a stream, 256 and 257
 for the two-kernel path, and the most that a stream takes.
 """
 
@@ -12,7 +12,7 @@ import torch
 from virtual_devices import virtual_fixture
 from virtual_moe import run_moe
 
-from flashinfer.sm12x.instances import FUSED_MOE_PAIRS, IN_KERNEL_PAIRS, INSTANCES, MAX_EXPERTS, Instance
+from flashinfer.sm12x.instances import FUSED_MOE_ROUTED_ROWS, IN_KERNEL_ROUTED_ROWS, INSTANCES, MAX_EXPERTS, Instance
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.virtual_device import VirtualDevice
@@ -20,7 +20,7 @@ from flashinfer.testing.virtual_device import VirtualDevice
 device = virtual_fixture()
 STREAMS = [row for row in INSTANCES if row.split_k and row.block_k == 256]
 PAIRS = [row for row in INSTANCES if not row.split_k]
-FEW_PAIRS = 32
+FEW_ROUTED_ROWS = 32
 ROUTINGS = list(uneven_rows(64, 8, 8))
 
 
@@ -47,7 +47,7 @@ def check(
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: row.name)
 def test_a_stream(device: VirtualDevice, row: Instance, routing: str) -> None:
-    for pairs, experts in ((FEW_PAIRS, 6), (FEW_PAIRS + 1, 40), (IN_KERNEL_PAIRS, 33)):
+    for pairs, experts in ((FEW_ROUTED_ROWS, 6), (FEW_ROUTED_ROWS + 1, 40), (IN_KERNEL_ROUTED_ROWS, 33)):
         check(device, row, pairs, experts, routing)
 
 
@@ -55,7 +55,7 @@ def test_a_stream(device: VirtualDevice, row: Instance, routing: str) -> None:
 @pytest.mark.parametrize("row", [row for row in STREAMS if row.block_n > 8], ids=lambda row: row.name)
 def test_each_number_of_tokens_in_a_wide_tile(device: VirtualDevice, row: Instance, tokens: int) -> None:
     """Routed in registers, and in shared memory."""
-    for others in (3, FEW_PAIRS):
+    for others in (3, FEW_ROUTED_ROWS):
         case = MoECase(tokens + others, 64, 32, 3, 1, 2 if row.activation == "bf16" else 0, routing=(others, tokens, 0))
         inputs = make_moe_inputs(case, tokens)
         output = run_moe(device, inputs, case.mode, [row.index] * 2)
@@ -65,13 +65,13 @@ def test_each_number_of_tokens_in_a_wide_tile(device: VirtualDevice, row: Instan
 @pytest.mark.parametrize("routing", ["half on the last", "ascending", "gaps, around a tile", "narrow, then full"])
 @pytest.mark.parametrize("row", STREAMS, ids=lambda row: row.name)
 def test_the_most_pairs_of_a_stream(device: VirtualDevice, row: Instance, routing: str) -> None:
-    check(device, row, FUSED_MOE_PAIRS, MAX_EXPERTS if routing == "ascending" else 96, routing)
+    check(device, row, FUSED_MOE_ROUTED_ROWS, MAX_EXPERTS if routing == "ascending" else 96, routing)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("row", PAIRS, ids=lambda row: row.name)
 def test_a_pair_of_gemms(device: VirtualDevice, row: Instance, routing: str) -> None:
-    for pairs in (IN_KERNEL_PAIRS, IN_KERNEL_PAIRS + 1):
+    for pairs in (IN_KERNEL_ROUTED_ROWS, IN_KERNEL_ROUTED_ROWS + 1):
         check(device, row, pairs, 40, routing)
 
 

@@ -155,7 +155,7 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     ),
     "hidden size and intermediate size must be multiples of 32": (_meta(1, 48, 32, 1), "hidden size"),
     "local experts; the kernels route at most": (_meta(1, 32, 32, 513), "fc2_expert_weights is"),
-    "too many (token, expert) pairs for one call": (_meta(2**30, 32, 32, 1),
+    "too many routed rows (tokens x top_k) for one call": (_meta(2**30, 32, 32, 1),
         "num_tokens (input.shape[0]) is 1073741824; with top_k 1"),
     "local experts [ , ) of": (_call("MoE 0", lambda g: g.update(ep_size=2, ep_rank=2)), "ep_rank is 2; it must be"),
     "MXFP8 input needs its scales (input_sf)": (_put("MoE 0", "input_sf", lambda t: None), "input_sf is None"),
@@ -163,13 +163,13 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
         "input_sf (swizzled_input_sf=True) starts at"),
     "a fused MoE tactic computes both GEMMs: FC1 and FC2 must name the same": (_tactics(2, "bf16_m8_k128",
         "stream_bf16_m8"), "profile_ids is"),
-    "a fused MoE kernel chooses experts of at most 32 (token, slot) pairs, of at most 512": (
+    "a fused MoE kernel chooses experts of at most 32 routed rows (tokens x top_k), of at most 512": (
         _logits(514),
         "router_logits is torch.float32 (2, 514) on meta; it must have at most 512 experts",
     ),
     "FC1 and FC2 must keep activations in the same type": (_tactics(0, "mxfp8_m8_k128", "mxfp8_as_bf16_m16_k128"),
         "profile_ids is"),
-    "a fused MoE tactic takes at most 1536 (token, slot) pairs": (
+    "a fused MoE tactic takes at most 1536 routed rows (tokens x top_k)": (
         _tactics(
             2,
             *["stream_bf16_m8"] * 2,

@@ -250,7 +250,7 @@ CASES: list[tuple[Callable[[VirtualDevice], None], Callable[[Arguments], Argumen
     (
         moe,
         lambda a: {"top_k": 1 << 30, "token_selected_experts": torch.zeros(1, dtype=torch.int32).expand(2, 1 << 30)},
-        "too many (token, expert) pairs for one call",
+        "too many routed rows (tokens x top_k) for one call",
     ),
     (moe, given(first_expert=1), "local experts [1, 5) of 4"),
     (moe, given(first_expert=-1), "local experts [-1, 3) of 4"),
@@ -280,7 +280,7 @@ CASES: list[tuple[Callable[[VirtualDevice], None], Callable[[Arguments], Argumen
             "router_logits": torch.zeros(2, 513),
             "num_experts_total": 513,
         },
-        "chooses experts of at most 32 (token, slot) pairs, of at most 512",
+        "chooses experts of at most 32 routed rows (tokens x top_k), of at most 512",
     ),
     (router, less("hidden"), "k is 63"),
     (router, less("weight"), "weight must be [experts, k]"),

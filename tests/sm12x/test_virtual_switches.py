@@ -2,7 +2,7 @@
 """Sizes at which something changes its way, one fewer and one more, on the virtual SM121 against the float64 reference.
 
 Nothing lists them: planners are asked where their choice changes, kernels and launchers are searched for what they
-compare numbers of tokens and of (token, slot) pairs with, and the instance tables have tiles and the longest K. Small
+compare numbers of tokens and of routed rows with, and the instance tables have tiles and the longest K. Small
 layers; what is read or written out of bounds the virtual device reports.
 """
 
@@ -26,8 +26,8 @@ from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
 from flashinfer.sm12x.device_class import GB10
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
-    FUSED_MOE_PAIRS,
-    IN_KERNEL_PAIRS,
+    FUSED_MOE_ROUTED_ROWS,
+    IN_KERNEL_ROUTED_ROWS,
     INSTANCES,
     MAIN_MODULE,
     MAX_EXPERTS,
@@ -116,7 +116,7 @@ def test_tokens_at_which_the_planner_changes_a_layers_tactic(device: VirtualDevi
 def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: Instance) -> None:
     """Few experts for the many, so that each has several tiles; many for the few."""
     numbers = compared_with()
-    assert {32, IN_KERNEL_PAIRS, FUSED_MOE_PAIRS} <= numbers, numbers
+    assert {32, IN_KERNEL_ROUTED_ROWS, FUSED_MOE_ROUTED_ROWS} <= numbers, numbers
     for pairs in around(numbers):
         case = MoECase(pairs, HIDDEN, INTER, 5 if pairs > 64 else 40, 1, mode_of(row))
         check(device, case, row.index if row.takes(pairs, HIDDEN, INTER) else None, pairs)
@@ -200,6 +200,6 @@ def test_k_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice, form
 def test_a_stream_ends_where_its_table_says(row: Instance) -> None:
     """The table tells which sizes an instance takes: by pairs and by K."""
     longest = row.longest_k
-    assert row.takes(FUSED_MOE_PAIRS, longest, 32)
-    assert row.takes(FUSED_MOE_PAIRS + 1, 32, 32) == (not row.split_k)
+    assert row.takes(FUSED_MOE_ROUTED_ROWS, longest, 32)
+    assert row.takes(FUSED_MOE_ROUTED_ROWS + 1, 32, 32) == (not row.split_k)
     assert not row.split_k or (not row.takes(1, longest + 32, 32) and not row.takes(1, 32, longest + 32))

@@ -104,7 +104,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   TVM_FFI_CHECK(a.shape.num_experts <= kMaxLocalExperts, ValueError)
       << a.shape.num_experts << " local experts; the kernels route at most " << kMaxLocalExperts;
   TVM_FFI_CHECK(static_cast<int64_t>(a.shape.num_tokens) * a.shape.top_k <= INT_MAX / 2, ValueError)
-      << "too many (token, expert) pairs for one call";
+      << "too many routed rows (tokens x top_k) for one call";
   TVM_FFI_CHECK(first_expert >= 0 && first_expert + a.shape.num_experts <= num_experts_total, ValueError)
       << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of "
       << num_experts_total;

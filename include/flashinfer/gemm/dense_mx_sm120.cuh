@@ -206,7 +206,7 @@ inline Status run_dense_gemm(const DenseArguments& a, const LaunchOptions& optio
   GroupedGemmParams<Role::kStore> gemm = {};
   if (Status r = fill_gemm(gemm, *a.instance, a.weights, a.weight_scales, 1, a.n, a.k, w.split); r.error) return r;
   gemm.top_k = 1;
-  gemm.num_pairs = a.num_tokens;
+  gemm.num_routed_rows = a.num_tokens;
   gemm.epilogue = a.epilogue;
   // Launched also where rows need nothing: it zeroes the counters. And it waits for the launch in front before it lets
   // the GEMM begin, so that the GEMM may read weights at once, even if that launch wrote them.

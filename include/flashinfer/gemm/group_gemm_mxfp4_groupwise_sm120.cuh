@@ -51,7 +51,7 @@ inline sm12x::Status group_gemm_mxfp4_groupwise_sm120(const GroupGemmArguments& 
   gemm.token_scales = reinterpret_cast<const uint32_t*>(g.a_scales);
   gemm.token_scale_pitch = 0;
   gemm.top_k = 1;
-  gemm.num_pairs = g.cum_m;
+  gemm.num_routed_rows = g.cum_m;
   gemm.offsets = g.m_indptr;
   gemm.epilogue.output = g.output;
   gemm.epilogue.output_type = g.output_type;

@@ -235,8 +235,8 @@ constexpr int kBlockM = 128;
 constexpr int kRowHalf = 64;
 static_assert(2 * kRowHalf == kBlockM);
 
-// (token, slot) pairs that a block routes by itself instead of waiting for the prologue kernel.
-constexpr int kInKernelPairs = 256;
+// routed rows that a block routes by itself instead of waiting for the prologue kernel.
+constexpr int kInKernelRoutedRows = 256;
 constexpr int kMaxLocalExperts = 512;
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // of a warp

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Prepares what FC1 reads: arrival counters, quantized activations, scales in whole scale words, zero rows for tokens
-// without a local expert, and, where there are too many pairs for the GEMM kernels to sort by themselves, the routing.
-// With programmatic dependent launch FC1's producer already streams weights meanwhile, unless it needs that routing.
+// without a local expert, and, where there are too many routed rows for the GEMM kernels to sort by themselves, the
+// routing. With programmatic dependent launch FC1's producer already streams weights meanwhile, unless it needs that
+// routing.
 #pragma once
 
 #include "../mma/dequantize.cuh"
@@ -26,13 +27,13 @@ struct PrologueParams {
   uint8_t* quantized_scales;  // [tokens, 4 * scale_words(hidden)]
 
   const int32_t* ids;  // null: no routing at all (grouped GEMM, dense layer)
-  int num_pairs;
+  int num_routed_rows;
   int top_k;
   int first_expert;
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
-  int32_t* order;  // [pairs] in permuted order
-  int32_t* positions;  // [pairs] null, or where each pair stands in that order, -1 without a local expert
+  int32_t* order;  // [routed_rows] in permuted order
+  int32_t* positions;  // [routed_rows] null, or where each routed row stands in that order, -1 without a local expert
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
@@ -45,18 +46,19 @@ struct PrologueParams {
 constexpr int kPrologueThreads = 512;
 constexpr int kPrologueWarps = kPrologueThreads / 32;
 
-// Stable counting sort of all pairs by expert. One block; `counts` is [kPrologueWarps][E] in shared memory, `totals`
-// [E + 1]. Every warp counts a contiguous range of the pairs, then writes it behind those of the warps before it.
-__device__ __forceinline__ void sort_pairs(const PrologueParams& p, int* counts, int* totals) {
+// Stable counting sort of all routed rows by expert. One block; `counts` is [kPrologueWarps][E] in shared memory,
+// `totals` [E + 1]. Every warp counts a contiguous range of the routed rows, then writes it behind those of the warps
+// before it.
+__device__ __forceinline__ void sort_routed_rows(const PrologueParams& p, int* counts, int* totals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_pairs = ceil_div(ceil_div(p.num_pairs, kPrologueWarps), 32) * 32;
-  const int begin = warp * warp_pairs, end = min(begin + warp_pairs, p.num_pairs);
+  const int warp_routed_rows = ceil_div(ceil_div(p.num_routed_rows, kPrologueWarps), 32) * 32;
+  const int begin = warp * warp_routed_rows, end = min(begin + warp_routed_rows, p.num_routed_rows);
   int* mine = counts + warp * p.num_experts;
 
   for (int i = threadIdx.x; i < kPrologueWarps * p.num_experts; i += kPrologueThreads) counts[i] = 0;
   __syncthreads();
   auto expert_of = [&](int i) { return i < end ? local_expert(p.ids[i], p.first_expert, p.num_experts) : -1; };
-  for (int base = begin; base < end; base += 32) count_pairs(expert_of(base + lane), mine, lane);
+  for (int base = begin; base < end; base += 32) count_routed_rows(expert_of(base + lane), mine, lane);
   __syncthreads();
   for (int e = threadIdx.x; e < p.num_experts; e += kPrologueThreads) {
     int before = 0;
@@ -73,7 +75,7 @@ __device__ __forceinline__ void sort_pairs(const PrologueParams& p, int* counts,
   for (int e = threadIdx.x; e <= p.num_experts; e += kPrologueThreads) p.offsets[e] = totals[e];
   for (int base = begin; base < end; base += 32) {
     const int expert = expert_of(base + lane);
-    const int place = count_pairs(expert, mine, lane);
+    const int place = count_routed_rows(expert, mine, lane);
     const int position = expert >= 0 ? totals[expert] + place : -1;
     if (expert >= 0) p.order[position] = base + lane;
     if (p.positions != nullptr && base + lane < end) p.positions[base + lane] = position;
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
 
   const bool sorts = p.offsets != nullptr;
   if (sorts && blockIdx.x == 0) {
-    sort_pairs(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
+    sort_routed_rows(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
     return;
   }
   const int block = static_cast<int>(blockIdx.x) - (sorts ? 1 : 0),

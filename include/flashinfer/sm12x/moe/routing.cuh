@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// From expert ids to token lists: a stable counting sort of the (token, slot) pairs by local expert. The same warp-wide
-// steps serve four sorts, which differ in where pairs and places are kept:
+// From expert ids to token lists: a stable counting sort of the routed rows by local expert. The same warp-wide
+// steps serve four sorts, which differ in where routed rows and places are kept:
 //
-//   route_with_one_warp  GEMM kernels, few pairs: in registers, no launch of its own
-//   sort_pairs           prologue.cuh, any number: a count of each of sixteen warps
-//   route_many           split_k/moe_scheduler.cuh: pairs in shared memory; tiles of tokens come of the same pass
-//   route_few            split_k/moe_scheduler.cuh, up to 32 pairs: one a lane, since nothing hides what one token's
+//   route_with_one_warp  GEMM kernels, few routed rows: in registers, no launch of its own
+//   sort_routed_rows     prologue.cuh, any number: a count of each of sixteen warps
+//   route_many           split_k/moe_scheduler.cuh: routed rows in shared memory; tiles of tokens come of the same pass
+//   route_few            split_k/moe_scheduler.cuh, up to 32 routed rows: one a lane, since nothing hides what one token's
 //                        routing takes
 //
 // Stable and free of floating point, hence the same order on every run.
@@ -25,9 +25,9 @@ __device__ __forceinline__ int local_expert(int id, int first_expert, int num_ex
   return local < static_cast<unsigned>(num_experts) ? static_cast<int>(local) : -1;
 }
 
-// Adds up to 32 pairs to `counts` and returns this lane's place among the pairs of its expert counted
-// so far. `expert` is -1 for lanes without a local pair. All lanes call.
-__device__ __forceinline__ int count_pairs(int expert, int* counts, int lane) {
+// Adds up to 32 routed rows to `counts` and returns this lane's place among the routed rows of its expert counted
+// so far. `expert` is -1 for lanes without a local routed row. All lanes call.
+__device__ __forceinline__ int count_routed_rows(int expert, int* counts, int lane) {
   const unsigned peers = __match_any_sync(kAllLanes, expert);
   const unsigned before = peers & ((1u << lane) - 1u);
   int base = 0;
@@ -64,27 +64,27 @@ __device__ __forceinline__ int exclusive_offsets(const int* counts, int* offsets
   return carry;
 }
 
-// Routes at most kInKernelPairs pairs with one warp: offsets[0..num_experts] and, at its place in permuted order, each
-// pair's number.
-__device__ __forceinline__ void route_with_one_warp(const int32_t* ids, int num_pairs, int first_expert,
+// Routes at most kInKernelRoutedRows routed rows with one warp: offsets[0..num_experts] and, at its place in permuted
+// order, each routed row's number.
+__device__ __forceinline__ void route_with_one_warp(const int32_t* ids, int num_routed_rows, int first_expert,
                                                     int num_experts, int* offsets, uint16_t* order, int lane) {
-  constexpr int kChunks = kInKernelPairs / 32;
+  constexpr int kChunks = kInKernelRoutedRows / 32;
   for (int e = lane; e < num_experts; e += 32) offsets[e] = 0;
   __syncwarp();
   int expert[kChunks], place[kChunks];
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const int i = 32 * c + lane;
-    expert[c] = i < num_pairs ? local_expert(ids[i], first_expert, num_experts) : -1;
+    expert[c] = i < num_routed_rows ? local_expert(ids[i], first_expert, num_experts) : -1;
   }
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (32 * c < num_pairs) place[c] = count_pairs(expert[c], offsets, lane);
+    if (32 * c < num_routed_rows) place[c] = count_routed_rows(expert[c], offsets, lane);
   }
   exclusive_offsets(offsets, offsets, num_experts, lane);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (32 * c < num_pairs && expert[c] >= 0) {
+    if (32 * c < num_routed_rows && expert[c] >= 0) {
       order[offsets[expert[c]] + place[c]] = static_cast<uint16_t>(32 * c + lane);
     }
   }

@@ -10,7 +10,7 @@
 namespace flashinfer::sm12x {
 
 // Some columns of some tokens at a time, so that the latencies of their loads overlap.
-// `partial_outputs` is [tokens x top_k, hidden], `ids` the pairs' experts.
+// `partial_outputs` is [tokens x top_k, hidden], `ids` the routed rows' experts.
 template <class Vector, int kTokens, class Params>
 __device__ __forceinline__ void sum_slots(const Params& p, const int32_t* ids, const float* partial_outputs, int hidden,
                                           int column, const int (&tokens)[kTokens], Vector (&sum)[kTokens]) {
@@ -21,12 +21,12 @@ __device__ __forceinline__ void sum_slots(const Params& p, const int32_t* ids, c
     for (int j = 0; j < kTokens; ++j) {
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
-        const int pair = tokens[j] * p.top_k + base + i;
-        const bool local = base + i < p.top_k && local_expert(ids[pair], p.first_expert, p.num_experts) >= 0;
+        const int routed_row = tokens[j] * p.top_k + base + i;
+        const bool local = base + i < p.top_k && local_expert(ids[routed_row], p.first_expert, p.num_experts) >= 0;
         // The address only where it is needed: it costs registers.
         value[j][i] = Vector{};
         if (!local) continue;
-        const float* from = partial_outputs + static_cast<int64_t>(pair) * hidden + column;
+        const float* from = partial_outputs + static_cast<int64_t>(routed_row) * hidden + column;
         value[j][i] = __ldcg(reinterpret_cast<const Vector*>(from));
       }
     }

@@ -3,7 +3,7 @@
 // Token rows for bf16 MMAs, dequantized and packed (load.cuh), by a small launch in front of the GEMM:
 //
 //   pack_rows_kernel  a dense layer's, of any format
-//   moe_pack_kernel   a MoE layer's. For the two-kernel path in permuted order, one row for each (token, slot) pair of a
+//   moe_pack_kernel   a MoE layer's. For the two-kernel path in permuted order, one row for each routed row of a
 //                     local expert, behind the prologue, which routes. A fused MoE kernel routes by itself and takes
 //                     W4A8's rows in the order of tokens; there this kernel is the prologue, of W4A16 only to zero
 //                     counters that no caller keeps

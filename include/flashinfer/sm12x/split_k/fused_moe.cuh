@@ -25,8 +25,8 @@
 // producer warp), empty and warmed_up 384 (all MMA threads), intermediate_ready 1, kRoutedBarrier 512, kEpilogueBarrier
 // 128.
 //
-//   E1 initializes the barriers. With more than kFewPairs pairs all threads wait for the launch in front, then write
-//   each pair's expert into the pipeline, whose memory routing uses until the first stage is filled.
+//   E1 initializes the barriers. With more than kFewRoutedRows routed rows all threads wait for the launch in front, then write
+//   each routed row's expert into the pipeline, whose memory routing uses until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
@@ -215,9 +215,9 @@ class FusedMoeMma {
 
   // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a pipeline full of weights, that
   // fetch would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and,
-  // with few pairs, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1 meanwhile.
-  // It must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's warm-up, which
-  // ends at intermediate_ready, FC2's work ranges.
+  // with few routed rows, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1
+  // meanwhile. It must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's
+  // warm-up, which ends at intermediate_ready, FC2's work ranges.
   __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
     bool warm_up = true;
@@ -465,10 +465,10 @@ class FusedMoeEpilogue {
   __device__ __forceinline__ void store_partial_outputs(const TokenTile& tile, int row, float scale,
                                                         const float (&bias)[2], const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
-      const int pair = shared.order()[position];
-      const bool few = p.num_pairs <= kFewPairs;
-      const float weight = few ? shared.few_weights()[pair] : load_or(p.routing_weights, pair, 1.0f);
-      float* to = p.partial_outputs + static_cast<int64_t>(pair) * p.gemm[1].out + row;
+      const int routed_row = shared.order()[position];
+      const bool few = p.num_routed_rows <= kFewRoutedRows;
+      const float weight = few ? shared.few_weights()[routed_row] : load_or(p.routing_weights, routed_row, 1.0f);
+      float* to = p.partial_outputs + static_cast<int64_t>(routed_row) * p.gemm[1].out + row;
       to[0] = fmaf(low, scale, bias[0]) * weight;
       to[8] = fmaf(high, scale, bias[1]) * weight;
     });
@@ -481,7 +481,7 @@ class FusedMoeEpilogue {
     for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
       const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
       float4 sum[1] = {};
-      const int32_t* ids = p.num_pairs <= kFewPairs ? shared.few_ids() : p.ids;
+      const int32_t* ids = p.num_routed_rows <= kFewRoutedRows ? shared.few_ids() : p.ids;
       sum_slots(p, ids, p.partial_outputs, hidden, column, tokens, sum);
       const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
       store_scalar(p.output, at, p.output_type, sum[0].x);
@@ -508,9 +508,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
 
   ptx::launch_dependent_grids();
   const int epilogue_warp = warp - Config::kMmaWarps;
-  const bool few = p.num_pairs <= kFewPairs;
-  auto expert_of = [&](const int32_t* ids, int pair) {
-    return pair < p.num_pairs ? local_expert(ids[pair], p.first_expert, p.num_experts) : -1;
+  const bool few = p.num_routed_rows <= kFewRoutedRows;
+  auto expert_of = [&](const int32_t* ids, int routed_row) {
+    return routed_row < p.num_routed_rows ? local_expert(ids[routed_row], p.first_expert, p.num_experts) : -1;
   };
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
@@ -528,7 +528,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
   }
   if (!few) {
     ptx::wait_for_prerequisite_grids();  // ids are there
-    for (int i = threadIdx.x; i < p.num_pairs; i += Config::kThreads) shared.routing_experts()[i] = expert_of(p.ids, i);
+    for (int i = threadIdx.x; i < p.num_routed_rows; i += Config::kThreads)
+      shared.routing_experts()[i] = expert_of(p.ids, i);
   }
   __syncthreads();
 

@@ -23,7 +23,7 @@ constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 struct TokenTile {
   uint32_t packed;
 
-  static_assert(kMaxLocalExperts <= 1 << 16 && kFusedMoePairs <= 1 << 11, "fields of 16, 11 and 5 bits");
+  static_assert(kMaxLocalExperts <= 1 << 16 && kFusedMoeRoutedRows <= 1 << 11, "fields of 16, 11 and 5 bits");
   static __device__ __forceinline__ TokenTile make(int expert, int first, int count) {
     return {static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << 16 | static_cast<uint32_t>(count) << 27};
   }
@@ -72,11 +72,11 @@ struct FusedMoeShared : SplitKPipeline<FusedMoeStorage::kPipeline> {
     static_assert(sizeof(BlockRange) == Storage::kBlockRangeBytes);
     return at<BlockRange>(Storage::kBlockRanges);
   }
-  // Experts and weights of a few pairs.
+  // Experts and weights of a few routed rows.
   __device__ __forceinline__ int32_t* few_ids() const { return at<int32_t>(Storage::kFewIds); }
   __device__ __forceinline__ float* few_weights() const { return at<float>(Storage::kFewWeights); }
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
-  // While there is nothing in the pipeline: two numbers for each expert, one for each pair.
+  // While there is nothing in the pipeline: two numbers for each expert, one for each routed row.
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kPipeline); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
@@ -149,11 +149,12 @@ class StridedWorkTiles {
   int stride_;
 };
 
-// Pairs, wide tiles and narrow tiles of some experts, in one word: one scan of a warp sums all three.
+// Routed rows, wide tiles and narrow tiles of some experts, in one word: one scan of a warp sums all three.
 template <int kBlockN>
 class ExpertSums {
   static constexpr int kWide = 11, kNarrow = 21;  // their lowest bits
-  static_assert(kFusedMoePairs < 1 << kWide && kFusedMoeTiles < 1 << (kNarrow - kWide), "fields of 11, 10 and 11 bits");
+  static_assert(kFusedMoeRoutedRows < 1 << kWide && kFusedMoeTiles < 1 << (kNarrow - kWide),
+                "fields of 11, 10 and 11 bits");
 
  public:
   uint32_t packed = 0;
@@ -163,16 +164,16 @@ class ExpertSums {
     const int wide = kBlockN <= kNarrowTokens ? 0 : rest == 0 || rest > kNarrowTokens ? tiles : tiles - 1;
     return {static_cast<uint32_t>(count | wide << kWide) | static_cast<uint32_t>(tiles - wide) << kNarrow};
   }
-  __device__ __forceinline__ int pairs() const { return static_cast<int>(packed & ((1u << kWide) - 1)); }
+  __device__ __forceinline__ int routed_rows() const { return static_cast<int>(packed & ((1u << kWide) - 1)); }
   __device__ __forceinline__ int wide() const {
     return static_cast<int>(packed >> kWide & ((1u << (kNarrow - kWide)) - 1));
   }
   __device__ __forceinline__ int narrow() const { return static_cast<int>(packed >> kNarrow); }
 };
 
-// One warp groups pairs by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort over the
-// pairs' local experts, which the whole block has left in shared memory. Lane 0's experts come first, then lane 1's: a
-// tile is computed alike wherever it stands.
+// One warp groups routed rows by expert, makes tiles of them and returns the tiles' numbers. A stable counting sort
+// over the routed rows' local experts, which the whole block has left in shared memory. Lane 0's experts come first,
+// then lane 1's: a tile is computed alike wherever it stands.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const FusedMoeShared& shared, int lane) {
   constexpr int kTile = Config::kBlockN;
@@ -182,14 +183,14 @@ __device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const 
   int* experts = shared.routing_experts();
   for (int e = lane; e < p.num_experts; e += 32) counts[e] = 0;
   __syncwarp();
-  // A pair's place among those of its expert, kept beside the expert.
+  // A routed row's place among those of its expert, kept beside the expert.
   constexpr int kPlace = 16;
-  static_assert(kMaxLocalExperts <= 1 << kPlace && kFusedMoePairs <= 1 << (31 - kPlace));
+  static_assert(kMaxLocalExperts <= 1 << kPlace && kFusedMoeRoutedRows <= 1 << (31 - kPlace));
 #pragma unroll 1
-  for (int base = 0; base < p.num_pairs; base += 32) {
-    const int pair = base + lane, expert = pair < p.num_pairs ? experts[pair] : -1;
-    const int place = count_pairs(expert, counts, lane);
-    if (expert >= 0) experts[pair] = expert | place << kPlace;
+  for (int base = 0; base < p.num_routed_rows; base += 32) {
+    const int routed_row = base + lane, expert = routed_row < p.num_routed_rows ? experts[routed_row] : -1;
+    const int place = count_routed_rows(expert, counts, lane);
+    if (expert >= 0) experts[routed_row] = expert | place << kPlace;
   }
   // A lane takes every 32nd expert: the warp scans once, and a lane reads a bank of its own.
   Sums own;
@@ -199,7 +200,7 @@ __device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const 
   Sums before = {through.packed - own.packed};
 #pragma unroll 1
   for (int e = lane; e < p.num_experts; e += 32) {
-    const int count = counts[e], first = before.pairs();
+    const int count = counts[e], first = before.routed_rows();
     const Sums sums = Sums::of_expert(count);
     for (int i = 0; i < sums.wide() + sums.narrow(); ++i) {
       const bool wide = i < sums.wide();
@@ -210,21 +211,21 @@ __device__ __forceinline__ TileCounts route_many(const FusedMoeParams& p, const 
     before.packed += sums.packed;
   }
   __syncwarp();
-  for (int pair = lane; pair < p.num_pairs; pair += 32) {
-    const int found = experts[pair];
+  for (int routed_row = lane; routed_row < p.num_routed_rows; routed_row += 32) {
+    const int found = experts[routed_row];
     if (found < 0) continue;
     const int expert = found & ((1 << kPlace) - 1), place = found >> kPlace;
-    shared.order()[offsets[expert] + place] = static_cast<uint16_t>(pair);
+    shared.order()[offsets[expert] + place] = static_cast<uint16_t>(routed_row);
   }
   return {all.wide() + all.narrow(), all.wide()};
 }
 
-// Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by
-// its router's logits, a token to an epilogue warp.
+// Experts and weights of a few routed rows into shared memory: as the launch was given them, by the warp that routes,
+// or by its router's logits, a token to an epilogue warp.
 __device__ __forceinline__ void find_few_experts(const FusedMoeParams& p, const FusedMoeShared& shared, int warp,
                                                  int lane) {
   if (p.router.logits == nullptr) {
-    if (warp == 0 && lane < p.num_pairs) {
+    if (warp == 0 && lane < p.num_routed_rows) {
       shared.few_ids()[lane] = p.ids[lane];
       shared.few_weights()[lane] = load_or(p.routing_weights, lane, 1.0f);
     }
@@ -244,13 +245,13 @@ __device__ __forceinline__ void find_few_experts(const FusedMoeParams& p, const 
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
 }
 
-// The same as route_many for a few pairs, one a lane, with experts in order: every lane counts those that come before
-// its own. At one token, routing is part of what nothing hides.
+// The same as route_many for a few routed rows, one a lane, with experts in order: every lane counts those that come
+// before its own. At one token, routing is part of what nothing hides.
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const FusedMoeParams& p, const FusedMoeShared& shared, int expert,
                                                 int lane) {
   int place = 0, of_expert = 0, before_in_expert = 0;
-  for (int other = 0; other < p.num_pairs; ++other) {
+  for (int other = 0; other < p.num_routed_rows; ++other) {
     const int theirs = __shfl_sync(kAllLanes, expert, other);
     place += theirs >= 0 && (theirs < expert || (theirs == expert && other < lane));
     of_expert += theirs == expert;
@@ -261,7 +262,7 @@ __device__ __forceinline__ TileCounts route_few(const FusedMoeParams& p, const F
   const bool wide = heads && count > kNarrowTokens;
   const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
   int tile = 0;
-  for (int other = 0; other < p.num_pairs; ++other) tile += __shfl_sync(kAllLanes, order, other) < order;
+  for (int other = 0; other < p.num_routed_rows; ++other) tile += __shfl_sync(kAllLanes, order, other) < order;
   if (expert >= 0) shared.order()[place] = static_cast<uint16_t>(lane);
   if (heads) shared.tiles()[tile] = TokenTile::make(expert, place, count);
   return {__popc(__ballot_sync(kAllLanes, heads)), __popc(__ballot_sync(kAllLanes, wide))};

@@ -209,10 +209,10 @@ struct DenseParams {
   int stage_bytes;
 };
 
-constexpr int kFusedMoePairs = 1536;  // most (token, slot) pairs of a launch
-// Most tiles of tokens: of each expert the last one may hold a single pair.
-constexpr int kFusedMoeTiles = kMaxLocalExperts + (kFusedMoePairs - kMaxLocalExperts) / kNarrowTokens;
-constexpr int kFewPairs = 32;  // most pairs that one warp routes, a lane each
+constexpr int kFusedMoeRoutedRows = 1536;  // most routed rows of a launch
+// Most tiles of tokens: of each expert the last one may hold a single routed row.
+constexpr int kFusedMoeTiles = kMaxLocalExperts + (kFusedMoeRoutedRows - kMaxLocalExperts) / kNarrowTokens;
+constexpr int kFewRoutedRows = 32;  // most routed rows that one warp routes, a lane each
 
 // A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
 struct RouterLogits {
@@ -224,17 +224,17 @@ struct RouterLogits {
 struct FusedMoeParams {
   SplitKGemm gemm[2];  // FC1: up rows, then gate rows if there are any
   const uint8_t* tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: packed, [K blocks][num_tokens][kPackedRowBytes]
-  const int32_t* ids;  // [pairs] global expert ids
-  const float* routing_weights;  // [pairs] or null: 1
-  RouterLogits router;  // in place of ids and routing_weights, for kFewPairs at most
+  const int32_t* ids;  // [routed_rows] global expert ids
+  const float* routing_weights;  // [routed_rows] or null: 1
+  RouterLogits router;  // in place of ids and routing_weights, for kFewRoutedRows at most
   int num_tokens;
-  int num_pairs;
+  int num_routed_rows;
   int top_k;
   int first_expert;
   int num_experts;
   ActivationOfExperts activation;
-  float* intermediate;  // [pairs, inter], in permuted order
-  float* partial_outputs;  // [pairs, hidden], by pair
+  float* intermediate;  // [routed_rows, inter], in permuted order
+  float* partial_outputs;  // [routed_rows, hidden], by routed row
   unsigned* barrier_counters;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
   ReadAhead next;
   void* output;  // [tokens, hidden]
@@ -249,14 +249,14 @@ struct FusedMoeStorage {
   static constexpr int kBarriers = 0;  // full, empty, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxSplitKStages + 2);
   static constexpr int kOrder = kTiles + 4 * kFusedMoeTiles;
-  static constexpr int kBlockRanges = kOrder + 2 * kFusedMoePairs;
+  static constexpr int kBlockRanges = kOrder + 2 * kFusedMoeRoutedRows;
   static constexpr int kPipeline = round_up(kBlockRanges + 2 * kBlockRangeBytes, 128);
-  // Ids and weights of a few pairs, behind their order.
-  static constexpr int kFewIds = kOrder + 2 * kFewPairs;
-  static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
-  static_assert(kFewWeights + 4 * kFewPairs <= kBlockRanges);
+  // Ids and weights of a few routed rows, behind their order.
+  static constexpr int kFewIds = kOrder + 2 * kFewRoutedRows;
+  static constexpr int kFewWeights = kFewIds + 4 * kFewRoutedRows;
+  static_assert(kFewWeights + 4 * kFewRoutedRows <= kBlockRanges);
   static constexpr int kRouting =
-      2 * 4 * kMaxLocalExperts + 4 * kFusedMoePairs;  // bytes of the pipeline that routing borrows
+      2 * 4 * kMaxLocalExperts + 4 * kFusedMoeRoutedRows;  // bytes of the pipeline that routing borrows
 };
 
 }  // namespace flashinfer::sm12x

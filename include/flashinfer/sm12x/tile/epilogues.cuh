@@ -76,11 +76,11 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
 
 // A token's values for FC2's epilogue, loaded while the mainloop runs.
 struct OwnToken {
-  int pair;  // (token, slot) number
+  int routed_row;  // (token, slot) number
   float weight;
 };
 
-// FC2: the pair that this thread's token of the tile came from.
+// FC2: the routed row that this thread's token of the tile came from.
 template <class Config>
 __device__ __forceinline__ OwnToken own_token(const GroupedGemmParams<Config::kRole>& p,
                                               const SharedStorage<Config>& shared, const WorkTile& work_tile,
@@ -88,8 +88,8 @@ __device__ __forceinline__ OwnToken own_token(const GroupedGemmParams<Config::kR
   if constexpr (Config::kRole == Role::kFc2) {
     if (thread < work_tile.num_tokens) {
       const int position = work_tile.first_token + thread;
-      const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
-      return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
+      const int routed_row = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+      return {routed_row, load_or(p.epilogue.routing_weights, routed_row, 1.0f)};
     }
   }
   return {};
@@ -265,7 +265,7 @@ struct Epilogue {
               ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
               : make_uint4(0, 0, 0, 0);
       const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * width + block * kScaleBlock
-                                              : packed_offset(p.num_pairs, position, block);
+                                              : packed_offset(p.num_routed_rows, position, block);
       *reinterpret_cast<uint4*>(p.epilogue.intermediate + at + byte) = value;
     }
   }
@@ -275,22 +275,22 @@ struct Epilogue {
   // them in slot order and rounds once. So the sum does not depend on which block comes last.
   __device__ __forceinline__ void finish_fc2(int warp, int lane, const OwnToken& own) const {
     const int thread = 32 * warp + lane;
-    int* pairs = shared.template scratch<int>();
+    int* routed_rows = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kBlockN;
     uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kBlockN;  // a bit for each token
     if (thread < work_tile.num_tokens) {
-      pairs[thread] = own.pair;
+      routed_rows[thread] = own.routed_row;
       weights[thread] = own.weight;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store_partial_outputs(warp, lane, pairs, weights);
+    store_partial_outputs(warp, lane, routed_rows, weights);
 
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int m_tiles = ceil_div(p.rows, kBlockM);
     bool last = false;
     if (thread < work_tile.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
-      const int token = own.pair / p.top_k;
+      const int token = own.routed_row / p.top_k;
       const int64_t counter = static_cast<int64_t>(token) * m_tiles + work_tile.m_tile;
       last = ptx::is_last_to_arrive(p.epilogue.token_arrivals + counter, p.top_k);
     }
@@ -299,21 +299,21 @@ struct Epilogue {
       if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    sum_complete(pairs, complete, thread);
+    sum_complete(routed_rows, complete, thread);
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }
 
-  __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* pairs,
+  __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* routed_rows,
                                                         const float* weights) const {
     const float scale = load_or(p.epilogue.global_scale, work_tile.expert, 1.0f);
     for_each_output(
         warp, lane, scale, static_cast<int64_t>(work_tile.expert) * p.rows, [&](int token, int row, float value) {
-          p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
+          p.epilogue.partial_outputs[static_cast<int64_t>(routed_rows[token]) * p.rows + row] = value * weights[token];
         });
   }
 
   // Sums of all tokens that are complete.
-  __device__ __forceinline__ void sum_complete(const int* pairs, const uint32_t* complete, int thread) const {
+  __device__ __forceinline__ void sum_complete(const int* routed_rows, const uint32_t* complete, int thread) const {
     constexpr int kTogether = Config::kBlockN <= 16 ? 1 : 4;  // tokens summed at a time
     const int row = work_tile.m_tile * kBlockM + thread;
     if (thread >= kBlockM || row >= p.rows) return;
@@ -322,7 +322,7 @@ struct Epilogue {
         int tokens[kTogether], count = 0;
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-          tokens[j] = left != 0 ? pairs[first + __ffs(left) - 1] / p.top_k : tokens[0];
+          tokens[j] = left != 0 ? routed_rows[first + __ffs(left) - 1] / p.top_k : tokens[0];
           count += left != 0;
           left &= left - 1;
         }

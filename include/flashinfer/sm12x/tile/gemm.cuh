@@ -60,10 +60,10 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
     for (int e = lane; e <= p.num_experts; e += 32) offsets[e] = p.offsets[e];
     __syncwarp();
   } else if (Config::kRole == Role::kStore) {  // one group of all rows
-    if (lane < 2) offsets[lane] = lane * p.num_pairs;
+    if (lane < 2) offsets[lane] = lane * p.num_routed_rows;
     __syncwarp();
   } else {
-    route_with_one_warp(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(), lane);
+    route_with_one_warp(p.ids, p.num_routed_rows, p.first_expert, p.num_experts, offsets, shared.order(), lane);
   }
   for (int e = lane; e < p.num_experts; e += 32) {
     tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kBlockN);

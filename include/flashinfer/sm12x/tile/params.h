@@ -27,16 +27,16 @@ struct Fc1Epilogue {
   const void* bias;           // [E, rows] or null
   ScalarType bias_type;
   ActivationOfExperts activation;
-  uint8_t* intermediate;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in permuted order
-  uint8_t* intermediate_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
+  uint8_t* intermediate;         // [routed_rows, inter] e4m3, or packed bf16 (rows/load.cuh), in permuted order
+  uint8_t* intermediate_scales;  // [routed_rows, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
 
 struct Fc2Epilogue {
   const float* global_scale;  // [E] or null: 1
   const void* bias;           // [E, rows] or null
   ScalarType bias_type;
-  const float* routing_weights;  // [pairs] or null: 1
-  float* partial_outputs;          // [pairs, rows], by pair
+  const float* routing_weights;  // [routed_rows] or null: 1
+  float* partial_outputs;          // [routed_rows, rows], by routed row
   int* token_arrivals;           // [tokens, M tiles]
   void* output;                  // [tokens, rows]
   ScalarType output_type;
@@ -60,16 +60,16 @@ struct GroupedGemmParams {
   int rows;                      // weight rows of an expert (FC1: up rows, then gate rows if there are any)
   int k;
 
-  const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_pairs` rows by expert
-  const uint32_t* token_scales;   // scale words: four UE8M0 scales each
-  int token_scale_pitch;          // scale words of a row, or 0: 128x4 layout
-  const int32_t* ids;             // [pairs] global expert ids
-  int num_pairs;
+  const uint8_t* tokens;  // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_routed_rows` rows by expert
+  const uint32_t* token_scales;  // scale words: four UE8M0 scales each
+  int token_scale_pitch;  // scale words of a row, or 0: 128x4 layout
+  const int32_t* ids;  // [routed_rows] global expert ids
+  int num_routed_rows;
   int top_k;
   int first_expert;
   int num_experts;
   const int32_t* offsets;  // [E + 1] from the prologue (or the caller); null: the kernel routes, kStore has one group
-  const int32_t* order;  // [pairs] likewise
+  const int32_t* order;  // [routed_rows] likewise
 
   float4* partials;  // [grid][2][kBlockM * kBlockN / 4]
   int* split_arrivals;  // [grid], zeroed by the launch in front

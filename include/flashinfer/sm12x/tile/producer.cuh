@@ -173,7 +173,7 @@ class Producer {
     if (lane == 0) {
       for (int kb = 0; kb < k_blocks_in(at.k_tile); ++kb) {
         const int64_t row =
-            static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_pairs + at.work_tile.first_token;
+            static_cast<int64_t>(at.k_tile * Config::kKBlocks + kb) * p.num_routed_rows + at.work_tile.first_token;
         ptx::bulk_copy(shared.tokens(stage) + kb * Config::kBlockN * kPackedRowBytes, p.tokens + row * kPackedRowBytes,
                        at.work_tile.num_tokens * kPackedRowBytes, shared.full(stage));
       }

@@ -102,7 +102,7 @@ struct SharedStorage {
   static constexpr int kBarriers = kScratch + 16 * Config::kBlockN;  // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
-  static constexpr int kRouting = kOrder + 2 * kInKernelPairs;
+  static constexpr int kRouting = kOrder + 2 * kInKernelRoutedRows;
   static constexpr int kAlignment = 1024;  // bytes of the 128-byte swizzle's atom
 
   static_assert(kScratch % 16 == 0 && kBarriers % 8 == 0 && kRouting % 4 == 0);

@@ -56,7 +56,7 @@ def check(device: torch.device, case: MoECase, tactic: int, seed: int) -> None:
     check_moe(device, case, seed, [tactic] * 2)
 
 
-# take flashinfer/sm12x/instances.py: IN_KERNEL_PAIRS
+# take flashinfer/sm12x/instances.py: IN_KERNEL_ROUTED_ROWS
 # take tests/moe/test_virtual_padding.py: HIDDEN EXPERTS FEW test_a_batch_of_padding_is_zeros test_padding_between_tokens
 # take tests/moe/test_virtual_instances.py: test_packed_rows_of_a_shard test_a_shard_without_any_row_is_zeros
 # take tests/moe/test_virtual_instances.py: test_every_token_on_one_expert test_more_pairs_than_the_kernels_route
@@ -67,7 +67,7 @@ def check(device: torch.device, case: MoECase, tactic: int, seed: int) -> None:
 @pytest.mark.parametrize("row", EACH_KIND, ids=lambda row: row.name)
 def test_pairs_around_what_a_warp_and_the_kernels_route(row: Instance, device: torch.device) -> None:
     """Few experts for the many, so that each has several tiles; many for the few."""
-    for pairs in around({32, IN_KERNEL_PAIRS}):
+    for pairs in around({32, IN_KERNEL_ROUTED_ROWS}):
         case = MoECase(pairs, 96, 64, 5 if pairs > 64 else 40, 1, mode_of(row))
         check(device, case, row.index, pairs)
 

@@ -14,7 +14,7 @@ import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.heuristics import expected_rows, narrowest_that_holds
-from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, FUSED_MOE_PAIRS, Format, Instance, index_of
+from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS, FUSED_MOE_ROUTED_ROWS, Format, Instance, index_of
 from ..jit.sm12x.moe import gen_sm12x_moe_module
 from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (

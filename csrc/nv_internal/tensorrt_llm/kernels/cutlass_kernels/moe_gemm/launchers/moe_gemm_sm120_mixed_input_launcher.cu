@@ -31,24 +31,24 @@ struct MoeWorkspace {
 // Grows with the number of tokens, so that a workspace for many serves fewer.
 MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   Arena arena(base);
-  const size_t pairs = static_cast<size_t>(s.num_tokens) * s.top_k;
+  const size_t routed_rows = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
   // Room for whatever tactic comes: intermediate is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a
-  // fused MoE kernel's float32; tokens are e4m3, or packed, for the two-kernel path one row for each pair.
+  // fused MoE kernel's float32; tokens are e4m3, or packed, for the two-kernel path as many rows as routed rows.
   const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kW4A16;
-  const size_t fused_moe_tokens = std::min<size_t>(s.num_tokens, kFusedMoePairs / s.top_k);
-  const size_t intermediate_bytes = s.inter * std::max(pairs, fused_moe_tokens * s.top_k * sizeof(float));
-  w.intermediate = arena.take<uint8_t>(std::max(intermediate_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
-  w.intermediate_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
+  const size_t fused_moe_tokens = std::min<size_t>(s.num_tokens, kFusedMoeRoutedRows / s.top_k);
+  const size_t intermediate_bytes = s.inter * std::max(routed_rows, fused_moe_tokens * s.top_k * sizeof(float));
+  w.intermediate = arena.take<uint8_t>(std::max(intermediate_bytes, as_bf16 ? packed_bytes(routed_rows, s.inter) : 0));
+  w.intermediate_scales = arena.take<uint8_t>(routed_rows * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kHalfInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
-  const size_t packed_rows = as_bf16 ? pairs : fused_moe_tokens;
+  const size_t packed_rows = as_bf16 ? routed_rows : fused_moe_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
   w.token_scales = arena.take<uint8_t>(
       s.mode == MoeMode::kW4A16 ? 0 : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
   w.offsets = arena.take<int32_t>(s.num_experts + 1);
-  w.order = arena.take<int32_t>(pairs);
-  w.positions = arena.take<int32_t>(as_bf16 ? pairs : 0);
-  w.partial_outputs = arena.take<float>(pairs * s.hidden);
+  w.order = arena.take<int32_t>(routed_rows);
+  w.positions = arena.take<int32_t>(as_bf16 ? routed_rows : 0);
+  w.partial_outputs = arena.take<float>(routed_rows * s.hidden);
   w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kBlockM));
   w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
@@ -65,7 +65,7 @@ TokenRows input_rows(const MoeArguments& a) {
   return {a.input, a.input_sf, format, a.shape.hidden};
 }
 
-// Tokens for bf16 MMAs; `positions`: of each (token, slot) pair in permuted order, or null, for the order of tokens.
+// Tokens for bf16 MMAs; `positions`: of each routed row in permuted order, or null, for the order of tokens.
 PackTokensParams pack_params(const MoeArguments& a, const MoeWorkspace& w, const int32_t* positions) {
   PackTokensParams pack = {};
   pack.input = input_rows(a);
@@ -85,17 +85,17 @@ Status launch_pack_tokens(const PackTokensParams& params, const LaunchOptions& o
 Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
   const Instance& instance = *a.fc1_instance;
-  const int pairs = s.num_tokens * s.top_k;
-  static_assert(kFewPairs == 32 && kRouterMaxExperts == 512 && kFusedMoePairs == 1536, "texts below say so");
+  const int routed_rows = s.num_tokens * s.top_k;
+  static_assert(kFewRoutedRows == 32 && kRouterMaxExperts == 512 && kFusedMoeRoutedRows == 1536, "texts below say so");
   if (a.fc1_instance != a.fc2_instance) {
     return {cudaErrorInvalidValue, "a fused MoE tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
-  if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts_total > kRouterMaxExperts)) {
+  if (a.router.logits != nullptr && (routed_rows > kFewRoutedRows || a.router.num_experts_total > kRouterMaxExperts)) {
     return {cudaErrorInvalidValue,
-            "a fused MoE kernel chooses experts of at most 32 (token, slot) pairs, of at most 512"};
+            "a fused MoE kernel chooses experts of at most 32 routed rows (tokens x top_k), of at most 512"};
   }
-  if (pairs > kFusedMoePairs) {
-    return {cudaErrorInvalidValue, "a fused MoE tactic takes at most 1536 (token, slot) pairs"};
+  if (routed_rows > kFusedMoeRoutedRows) {
+    return {cudaErrorInvalidValue, "a fused MoE tactic takes at most 1536 routed rows (tokens x top_k)"};
   }
   if (!takes_sms(instance, options)) {
     return {cudaErrorInvalidValue, "a fused MoE tactic needs all SMs of the device, and this stream has fewer"};
@@ -135,7 +135,7 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
-  p.num_pairs = pairs;
+  p.num_routed_rows = routed_rows;
   p.top_k = s.top_k;
   p.first_expert = a.first_expert;
   p.num_experts = s.num_experts;
@@ -154,7 +154,7 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
   pack.counters = p.barrier_counters;
   pack.num_counters = a.barrier != nullptr ? 0 : 2;
   pack.prefetch = a.ids;
-  pack.prefetch_bytes = a.ids != nullptr ? pairs * static_cast<int>(sizeof(int32_t)) : 0;
+  pack.prefetch_bytes = a.ids != nullptr ? routed_rows * static_cast<int>(sizeof(int32_t)) : 0;
   if (pack.num_tokens > 0 || pack.num_counters > 0) {
     if (Status r = launch_pack_tokens(pack, options); r.error) return r;
   }
@@ -163,13 +163,13 @@ Status run_fused_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchO
 
 Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
-  const int pairs = s.num_tokens * s.top_k;
-  if (Status r = check_activations(pairs, std::max(s.hidden, s.inter)); r.error) return r;
+  const int routed_rows = s.num_tokens * s.top_k;
+  if (Status r = check_activations(routed_rows, std::max(s.hidden, s.inter)); r.error) return r;
   if (a.fc1_instance->operand != a.fc2_instance->operand) {
     return {cudaErrorInvalidValue, "FC1 and FC2 must keep activations in the same type"};
   }
   const bool mxfp8 = a.fc1_instance->operand != Element::kBf16;
-  const bool kernels_route = routes_in_kernel(*a.fc1_instance, pairs);
+  const bool kernels_route = routes_in_kernel(*a.fc1_instance, routed_rows);
   const bool repack = mxfp8 && s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
                       s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
 
@@ -198,7 +198,7 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
     prologue.input = a.input_sf;
   }
   prologue.ids = a.ids;
-  prologue.num_pairs = pairs;
+  prologue.num_routed_rows = routed_rows;
   prologue.top_k = s.top_k;
   prologue.first_expert = a.first_expert;
   prologue.num_experts = s.num_experts;
@@ -214,7 +214,7 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
 
   auto route = [&](auto& gemm) {
     gemm.ids = a.ids;
-    gemm.num_pairs = pairs;
+    gemm.num_routed_rows = routed_rows;
     gemm.top_k = s.top_k;
     gemm.first_expert = a.first_expert;
     gemm.offsets = prologue.offsets;

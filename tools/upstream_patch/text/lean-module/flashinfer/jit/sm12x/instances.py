@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
-# take flashinfer/sm12x/instances.py: MAX_EXPERTS FUSED_MOE_PAIRS Format Layer ElementFormat FORMATS _MULTIPLIES
+# take flashinfer/sm12x/instances.py: MAX_EXPERTS FUSED_MOE_ROUTED_ROWS Format Layer ElementFormat FORMATS _MULTIPLIES
 # MOE_WEIGHTS Instance take flashinfer/sm12x/instances.py: _BF16 _MXFP8_M8 PAIRS NVFP4_PAIRS
 INSTANCES: tuple[Instance, ...] = (*PAIRS, *NVFP4_PAIRS)
 _PLACES = {row.name: place for place, row in enumerate(INSTANCES)}
