@@ -41,7 +41,7 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_launch import moe_module
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
-from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
+from flashinfer.gemm.sm12x_dense_launch import choose, gemm_compute_dtype
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.modules import gen_dense_module
@@ -272,7 +272,7 @@ def dense_line(
 ) -> DenseLine | None:
     """A layer of ``shape``, rows and K of its weight, run and predicted; None where cuBLAS multiplies: not modelled."""
     n, k = shape
-    operand = gemm_operand(weights, TOKEN_FORMATS.index(TOKENS_AS[activation]), GB10)
+    operand = gemm_compute_dtype(weights, TOKEN_FORMATS.index(TOKENS_AS[activation]), GB10)
     row = choose(weights, tokens, n, k, GB10, operand)
     if row is None:
         return None
@@ -290,7 +290,7 @@ def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
     tokens = {*PRICED}
     for n, width in MODELS[LAYER_MODEL].matrices.values():
         if width == k:
-            chosen = [choose(weights, count, n, k, operand=operand) for count in range(1, dense.FEW_TOKENS + 2)]
+            chosen = [choose(weights, count, n, k, compute_dtype=operand) for count in range(1, dense.FEW_TOKENS + 2)]
             changed = [count for count in range(2, len(chosen) + 1) if chosen[count - 1] != chosen[count - 2]]
             tokens |= {count + beside for count in changed for beside in (-1, 0, 1)}
     return sorted(count for count in tokens if count <= dense.FEW_TOKENS)
@@ -301,7 +301,7 @@ def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Itera
     and for any larger batch."""
     for k in sorted({k for _, k in MODELS[LAYER_MODEL].matrices.values()}):
         for row in DENSE_INSTANCES:
-            if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.split_k):
+            if row.weights != weights or row.longest_k < k or (row.compute_dtype != activation and not row.split_k):
                 continue
             began = time.perf_counter()
             most = dense.MOST_PASSES * row.block_n if row.split_k else 2**30
@@ -341,7 +341,7 @@ def moe_table(lines: Sequence[tuple[str, moe.Line]]) -> str:
             f"{line.experts:.1f}",
             f"{line.megabytes:,.0f}",
             *cells(line, line.overhead),
-            "{:,.0f} - {:,.0f}".format(*step.on_device(line, INSTANCES[line.tactics[0]].operand != "bf16", CARD)),
+            "{:,.0f} - {:,.0f}".format(*step.on_device(line, INSTANCES[line.tactics[0]].compute_dtype != "bf16", CARD)),
         ]
         for model, line in lines
     ]

@@ -96,7 +96,7 @@ def run_moe(
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
     pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, GB10))
-    in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
+    in_bf16 = any(INSTANCES[tactic].compute == "mxfp8_as_bf16" for tactic in pair)
     for tactic in pair:
         sm12x_launch.ensure_instance(device, tactic)
     if workspace is None:
@@ -131,7 +131,7 @@ def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
         register_instance(device, module, call.tactic)
         shape = (problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k)
         sizes.append(
-            module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].multiplies == "mxfp8_as_bf16")
+            module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].compute == "mxfp8_as_bf16")
         )
     workspace = device.empty(max(sizes))
 

@@ -126,7 +126,7 @@ def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch
 def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
     """Bytes that a GEMM reads from DRAM again, because L2 did not keep them."""
     n, k = layer
-    weights, row_bytes = (matrix_bytes(128, 128, elements) / 128 for elements in (row.weights, row.operand))
+    weights, row_bytes = (matrix_bytes(128, 128, elements) / 128 for elements in (row.weights, row.compute_dtype))
     gemm = Gemm([tokens], -(-n // BLOCK_M), -(-k // 128), row.block_n, BLOCK_M * weights, row_bytes)
     return dram_bytes(gemm, blocks, L2_CAPACITY) - gemm.once()
 
@@ -136,7 +136,7 @@ def times_of(row: Instance, layer: tuple[int, int], launches: Sequence[Launch]) 
     second = 0.0 if row.split_k else SECOND_LAUNCH_US
     fast, slow = FIXED_US["dense"]
     megabytes = matrix_bytes(*layer, row.weights) / 1e6
-    return times(launches, row.operand, megabytes, (fast + second, slow + second))
+    return times(launches, row.compute_dtype, megabytes, (fast + second, slow + second))
 
 
 def write_runs(path: Path, runs: Mapping[KeptRun, Sequence[Launch]]) -> None:

@@ -119,7 +119,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     block = FORMATS[row.weights].elements_per_scale
     assert block is not None
     weights = BLOCK_M * (row.block_k / 2 + row.block_k / block)
-    row_bytes = row.block_k + scales if row.operand == "mxfp8" else 2 * row.block_k
+    row_bytes = row.block_k + scales if row.compute_dtype == "mxfp8" else 2 * row.block_k
     gemm = Gemm(rows, -(-outputs // BLOCK_M), -(-k // row.block_k), row.block_n, weights, row_bytes)
     contributions = 0 if fc1 else 4.0 * sum(rows) * layer.hidden
     read_back = contributions if contributions > gb10.L2_CAPACITY else 0.0
@@ -154,7 +154,7 @@ def predict(
 ) -> Line:
     """One row of the table."""
     experts = mean_work(layer, tokens, 0, routing, new).experts
-    operand = INSTANCES[tactics[0]].operand
+    operand = INSTANCES[tactics[0]].compute_dtype
     second = SECOND_GEMM_US * (sum(fit.tile > 0 for fit in fits) - 1)
     fast, slow = FIXED_US["MoE"]
     launches = list(launches_of(layer, tokens, tactics, fits, routing, new))

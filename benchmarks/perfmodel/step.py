@@ -537,7 +537,7 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
         activation = plan_mode(Mode.AUTO, step.tokens, layer.top_k, layer.experts).activation
     mode = FITTED_MODES[activation]
     tactics = planned(layer, mode, step.tokens)
-    scaled = INSTANCES[tactics[0]].operand != "bf16"
+    scaled = INSTANCES[tactics[0]].compute_dtype != "bf16"
     fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
     key = ("MoE", model, size.ranks, step.tokens, "mxfp4", activation)
     uniform = given.routing == (UNIFORM, UNIFORM) and not step.verified

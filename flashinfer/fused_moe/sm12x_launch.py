@@ -103,7 +103,7 @@ def plan_of(backend: Backend, problem: MoEProblem, wanted: tuple[int, int] | Non
         default = default_tactics(problem, device)
         tactics = default if wanted is None else resolved_pair(wanted, default)
         first = INSTANCES[tactics[0]]
-        dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.split_k
+        dequantizes = first.compute == "mxfp8_as_bf16" and not first.split_k
         size = workspace_bytes(backend, problem, dequantizes or not device.mma_kinds)
         plan = Plan(tactics, size, first.split_k)
         if wanted is None:

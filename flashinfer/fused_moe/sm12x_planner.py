@@ -94,7 +94,7 @@ def choose(
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
     # Among equal N tiles take the longest BLOCK_K: it reads whole 128-byte pieces of a weight row.
     best = max((row for row in gemms if row.block_n == tile), key=lambda row: row.block_k)
-    kept = ", activations dequantized to bfloat16" if best.multiplies == "mxfp8_as_bf16" else ""
+    kept = ", activations dequantized to bfloat16" if best.compute == "mxfp8_as_bf16" else ""
     return Choice(best, f"{busy}: BLOCK_N {tile}, BLOCK_K {best.block_k}{kept}")
 
 
@@ -137,7 +137,7 @@ def go_together(fc1: int, fc2: int) -> bool:
     """Whether two tactics make a layer: one that computes all of it, or two that multiply in the same type."""
     if computes_layer(fc1) or computes_layer(fc2):
         return fc1 == fc2
-    return INSTANCES[fc1].multiplies == INSTANCES[fc2].multiplies
+    return INSTANCES[fc1].compute == INSTANCES[fc2].compute
 
 
 def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:

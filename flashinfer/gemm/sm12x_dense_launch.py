@@ -97,8 +97,8 @@ SECOND_PASS_BYTES = 12 << 20
 """Up to this size a split-K kernel reads weights twice, for two tiles of tokens, in place of a GEMM: L2 still holds
 them."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
-"""Relative time of a tile by its tokens, among many tiles, for each operand type: measured for bf16, predicted for the
-others."""
+"""Relative time of a tile by its tokens, among many tiles, for each compute_dtype type: measured for bf16, predicted
+for the others."""
 
 
 def choose(
@@ -107,24 +107,24 @@ def choose(
     n: int,
     k: int,
     device: DeviceClass = GB10,
-    operand: Format = "bf16",
+    compute_dtype: Format = "bf16",
     sm_count: int = GB10.sm_count,
 ) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
-    ``operand``: the type in which a GEMM multiplies the tokens. ``sm_count``: the device's multiprocessors. Quantized
-    tokens never go to cuBLAS: block-scaled MMAs have two to eight times the rate of bfloat16 ones.
+    ``compute_dtype``: the type in which a GEMM multiplies the tokens. ``sm_count``: the device's multiprocessors.
+    Quantized tokens never go to cuBLAS: block-scaled MMAs have two to eight times the rate of bfloat16 ones.
     """
     in_pieces = device.cublas_tokens_in_pieces if 2 * n * k > DEQUANTIZED_BYTES else {}
-    if operand == "bf16" and num_tokens >= in_pieces.get(weights, device.cublas_tokens):
+    if compute_dtype == "bf16" and num_tokens >= in_pieces.get(weights, device.cublas_tokens):
         return None
-    return choose_instance(weights, num_tokens, n, k, operand, sm_count, device.dense_tiles_per_sm)
+    return choose_instance(weights, num_tokens, n, k, compute_dtype, sm_count, device.dense_tiles_per_sm)
 
 
 def choose_instance(
-    weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int, tiles_per_sm: int = 1
+    weights: str, num_tokens: int, n: int, k: int, compute_dtype: Format, sm_count: int, tiles_per_sm: int = 1
 ) -> Instance:
-    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``.
+    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``compute_dtype``.
 
     ``tiles_per_sm``: a GEMM's N tile stays small while the output has at most so many tiles of 128 weight rows per
     SM. 1: take the smallest N tile whose tiles all run at once, so that none is shared between blocks. More: try
@@ -135,33 +135,37 @@ def choose_instance(
     split_k = [row for row in rows if row.split_k and passes * row.block_n >= num_tokens]
     if split_k:
         return min(split_k, key=lambda row: (-(-num_tokens // row.block_n), row.block_n, row.block_k))
-    gemms = [row for row in rows if not row.split_k and row.operand == operand]
+    gemms = [row for row in rows if not row.split_k and row.compute_dtype == compute_dtype]
     gemms.sort(key=lambda row: row.block_n)
     for row in gemms if tiles_per_sm == 1 else gemms[:1]:
         if -(-n // 128) * -(-num_tokens // row.block_n) <= tiles_per_sm * sm_count:
             return row
-    return min(gemms, key=lambda row: -(-num_tokens // row.block_n) * GEMM_TILE_COST[operand][row.block_n])
+    return min(gemms, key=lambda row: -(-num_tokens // row.block_n) * GEMM_TILE_COST[compute_dtype][row.block_n])
 
 
 @functools.cache
-def _mma_is_used(operand: Format, device: DeviceClass) -> bool:
-    """Whether GEMMs multiply ``operand`` by an MMA of its own: the device has it and its sums are wide enough.
+def _mma_is_used(compute_dtype: Format, device: DeviceClass) -> bool:
+    """Whether GEMMs multiply ``compute_dtype`` by an MMA of its own: the device has it and its sums are wide enough.
 
     Cached, because modules are built once.
     """
-    kind = FORMATS[operand].mma
+    kind = FORMATS[compute_dtype].mma
     return kind is None or (kind in device.mma_kinds and not multiplies_in_half(kind))
 
 
-def gemm_operand(weights: str, token_format: int, device: DeviceClass) -> Format:
+def gemm_compute_dtype(weights: str, token_format: int, device: DeviceClass) -> Format:
     """Operand type of the GEMM for this token format: bf16 unless the device has a block-scaled MMA that is used."""
     if token_format == BF16:
         return "bf16"
-    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand, device)][-1]
+    return [
+        compute_dtype
+        for compute_dtype in gemm_compute_dtypes(weights, token_format)
+        if _mma_is_used(compute_dtype, device)
+    ][-1]
 
 
 @functools.cache
-def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
+def gemm_compute_dtypes(weights: str, token_format: int) -> tuple[Format, ...]:
     """Operand types with which GEMMs multiply tokens of this format without rounding; SM12x chooses the last."""
     exact: tuple[Format, ...] = ("bf16", "mxfp8")
     if token_format == BF16:
@@ -170,8 +174,8 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
         exact = ("bf16", "mxfp4")
     elif token_format == MXFP4_SWIZZLED:
         exact = ("bf16", "mxfp8", "mxfp4")
-    built = {row.operand for row in DENSE_INSTANCES if row.weights == weights and not row.split_k}
-    return tuple(operand for operand in exact if operand in built)
+    built = {row.compute_dtype for row in DENSE_INSTANCES if row.weights == weights and not row.split_k}
+    return tuple(compute_dtype for compute_dtype in exact if compute_dtype in built)
 
 
 def planned_instance(backend: Backend, call: DenseCall, token_format: int) -> Instance | None:
@@ -185,7 +189,7 @@ def _planned(
     weights: str, token_format: int, tokens: int, shape: torch.Size, device: DeviceClass, sm_count: int
 ) -> Instance | None:
     k = LAYOUTS[weights].k(shape[1])  # here, since a call that is known needs none
-    return choose(weights, tokens, shape[0], k, device, gemm_operand(weights, token_format, device), sm_count)
+    return choose(weights, tokens, shape[0], k, device, gemm_compute_dtype(weights, token_format, device), sm_count)
 
 
 def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> Instance:
@@ -199,7 +203,9 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     allowed = [
         row
         for row in DENSE_INSTANCES
-        if row.weights == weights and row.longest_k >= k and row.operand in gemm_operands(weights, token_format)
+        if row.weights == weights
+        and row.longest_k >= k
+        and row.compute_dtype in gemm_compute_dtypes(weights, token_format)
     ]
     for row in allowed:
         if str(tactic) in (str(row.index), row.name):

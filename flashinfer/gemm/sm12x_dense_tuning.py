@@ -17,7 +17,7 @@ from ..sm12x import tune
 from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
 from ..sm12x.instances import DENSE_INSTANCES, Instance
-from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch
+from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_compute_dtype, launch
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 DEQUANTIZED = "widened"  # as cache files of the autotuner have it
@@ -55,15 +55,15 @@ class SM12xDenseRunner(tune.Runner):
 
     def names(self, tokens: int) -> list[str]:
         """Names of the instances for these weights, this K and number of tokens, and cuBLAS where it may take part."""
-        operand = gemm_operand(self.weights, self.token_format, self.device_class)
+        compute_dtype = gemm_compute_dtype(self.weights, self.token_format, self.device_class)
         names = [
             row.name
             for row in DENSE_INSTANCES
             if row.weights == self.weights
             and row.longest_k >= self.k
-            and (tokens <= SPLIT_K_PASSES * row.block_n if row.split_k else row.operand == operand)
+            and (tokens <= SPLIT_K_PASSES * row.block_n if row.split_k else row.compute_dtype == compute_dtype)
         ]
-        return [*names, DEQUANTIZED] if operand == "bf16" else names
+        return [*names, DEQUANTIZED] if compute_dtype == "bf16" else names
 
     def make_profile(self, inputs: list[torch.Tensor]) -> DenseCall:
         """The call with an output, scales and a residual of as many tokens."""
@@ -82,9 +82,9 @@ class SM12xDenseRunner(tune.Runner):
         """The layer once on ``inputs[0]``."""
         call = self.profile(inputs)._replace(x=inputs[0])
         if tactic is None:
-            operand = gemm_operand(self.weights, self.token_format, self.device_class)
+            compute_dtype = gemm_compute_dtype(self.weights, self.token_format, self.device_class)
             sizes = inputs[0].shape[0], call.weight.shape[0], self.k
-            row = choose(self.weights, *sizes, self.device_class, operand, self.backend.sm_count)
+            row = choose(self.weights, *sizes, self.device_class, compute_dtype, self.backend.sm_count)
         else:
             row = None if tactic == DEQUANTIZED else _BY_NAME[tactic]
         launch(self.backend, row, call, self.token_format)

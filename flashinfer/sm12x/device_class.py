@@ -89,7 +89,7 @@ class DeviceClass:
         """
         rows = [row for row in self.table if row.weights == weights and row.takes(num_rows, hidden, inter)]
         split_k = sorted((row for row in rows if row.split_k), key=lambda row: -row.block_k)
-        least = {(row.multiplies, row.block_n): row for row in split_k}
+        least = {(row.compute, row.block_n): row for row in split_k}
         return tuple(row for row in rows if not row.split_k or row in least.values())
 
 

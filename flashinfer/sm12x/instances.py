@@ -52,7 +52,7 @@ FORMATS: dict[str, ElementFormat] = {
 }
 
 Layer = Literal["moe", "dense"]
-_MULTIPLIES = ("mxfp8", "mxfp8_as_bf16", "bf16")
+_COMPUTE = ("mxfp8", "mxfp8_as_bf16", "bf16")
 MOE_WEIGHTS = ("mxfp4", "nvfp4")
 """Formats of experts."""
 
@@ -66,8 +66,8 @@ class Instance:
     ----------
     activation : str
         Format to which a MoE layer rounds activations, ``"mxfp8"`` (W4A8) or ``"bf16"`` (W4A16). A dense layer takes
-        tokens of any format that its operand holds.
-    operand : str
+        tokens of any format that its compute_dtype holds.
+    compute_dtype : str
         Operand type in which activations are multiplied: ``"mxfp8"`` or ``"mxfp4"`` by MMAs that take block scales (in
         half precision where there are none), or ``"bf16"``, which holds the values of every format exactly.
     block_n : int
@@ -93,7 +93,7 @@ class Instance:
     """
 
     activation: Format
-    operand: Format
+    compute_dtype: Format
     block_n: int
     block_k: int
     stages: int = 0
@@ -104,9 +104,14 @@ class Instance:
     layer: Layer = "moe"
 
     @functools.cached_property
-    def multiplies(self) -> str:
-        """``"mxfp8_as_bf16"`` if activations are rounded to MXFP8 and multiplied as bfloat16, else the operand."""
-        return self.operand if self.operand == self.activation else f"{self.activation}_as_{self.operand}"
+    def compute(self) -> str:
+        """``"mxfp8_as_bf16"`` if activations are rounded to MXFP8 and multiplied as bfloat16, else the
+        compute_dtype."""
+        return (
+            self.compute_dtype
+            if self.compute_dtype == self.activation
+            else f"{self.activation}_as_{self.compute_dtype}"
+        )
 
     @functools.cached_property
     def name(self) -> str:
@@ -116,17 +121,17 @@ class Instance:
         It does not depend on the pipeline's depth, so it stays as long as the row has this tile.
         """
         if self.layer == "dense":
-            gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
+            gemm = "gemm" if self.compute_dtype == "bf16" else f"gemm_{self.compute_dtype}"
             return f"dense_{self.weights}_m{self.block_n}_{f'w{self.block_k // 128}' if self.split_k else gemm}"
         weights = "" if self.weights == "mxfp4" else f"{self.weights}_"
         if self.split_k:
             longer = "" if self.block_k == 256 else f"_w{self.block_k // 128}"
-            return f"{weights}stream_{self.multiplies}_m{self.block_n}{longer}"
-        return f"{weights}{self.multiplies}_m{self.block_n}_k{self.block_k}"
+            return f"{weights}stream_{self.compute}_m{self.block_n}{longer}"
+        return f"{weights}{self.compute}_m{self.block_n}_k{self.block_k}"
 
     @property
     def number(self) -> int:
-        """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`multiplies` (4, 5 or 6 if
+        """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`compute` (4, 5 or 6 if
         fused); N tile; BLOCK_K.
 
         ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the
@@ -134,7 +139,7 @@ class Instance:
         """
         if self.layer == "dense":
             return self.index
-        kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.split_k else 1)
+        kind = 10 * MOE_WEIGHTS.index(self.weights) + _COMPUTE.index(self.compute) + (4 if self.split_k else 1)
         return 1_000_000 * kind + 1_000 * self.block_n + self.block_k
 
     @functools.cached_property
@@ -142,7 +147,7 @@ class Instance:
         """The row's place in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
         return _PLACES[self.name]
 
-    def element(self, matrix: Literal["activation", "operand", "weights"]) -> str:
+    def element(self, matrix: Literal["activation", "compute_dtype", "weights"]) -> str:
         """The C++ name of one of its formats."""
         return f"Element::{FORMATS[getattr(self, matrix)].element}"
 
@@ -244,12 +249,12 @@ HOPPER: tuple[Instance, ...] = (
 INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in SM12X))
 """Every row; Hopper runs all of them."""
 
-GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.operand == "mxfp8")
+GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.compute_dtype == "mxfp8")
 """The rows for which the grouped GEMM is compiled."""
 
 
-def _dense(weights: str, block_n: int, block_k: int = 128, operand: Format = "bf16", **more: int) -> Instance:
-    return Instance(operand, operand, block_n, block_k, weights=weights, layer="dense", **more)
+def _dense(weights: str, block_n: int, block_k: int = 128, compute_dtype: Format = "bf16", **more: int) -> Instance:
+    return Instance(compute_dtype, compute_dtype, block_n, block_k, weights=weights, layer="dense", **more)
 
 
 def _split_k_dense(weights: str) -> tuple[Instance, ...]:
@@ -263,12 +268,12 @@ MX_DENSE_INSTANCES: tuple[Instance, ...] = (
     _dense("mxfp4", 64, stages=3),
     _dense("mxfp8", 32, stages=3),
     _dense("mxfp8", 48, stages=3),
-    _dense("mxfp4", 64, operand="mxfp8", stages=4),
-    _dense("mxfp4", 128, operand="mxfp8", stages=2),
-    _dense("mxfp8", 64, operand="mxfp8", stages=3),
-    _dense("mxfp8", 128, operand="mxfp8", stages=2),
-    _dense("mxfp4", 64, operand="mxfp4", stages=6),
-    _dense("mxfp4", 128, operand="mxfp4", stages=4),
+    _dense("mxfp4", 64, compute_dtype="mxfp8", stages=4),
+    _dense("mxfp4", 128, compute_dtype="mxfp8", stages=2),
+    _dense("mxfp8", 64, compute_dtype="mxfp8", stages=3),
+    _dense("mxfp8", 128, compute_dtype="mxfp8", stages=2),
+    _dense("mxfp4", 64, compute_dtype="mxfp4", stages=6),
+    _dense("mxfp4", 128, compute_dtype="mxfp4", stages=4),
 )
 """Rows of the dense layer whose weights SM12x's MMA takes with their scales: those of upstream's ``mm_*``."""
 
@@ -280,8 +285,8 @@ DENSE_INSTANCES: tuple[Instance, ...] = (
     *_split_k_dense("mxfp6"),
     _dense("mxfp6", 32, stages=3),
     _dense("mxfp6", 48, stages=3),
-    _dense("mxfp6", 64, operand="mxfp8", stages=3),
-    _dense("mxfp6", 128, operand="mxfp8", stages=2),
+    _dense("mxfp6", 64, compute_dtype="mxfp8", stages=3),
+    _dense("mxfp6", 128, compute_dtype="mxfp8", stages=2),
     *_split_k_dense("nvfp4"),
     _dense("nvfp4", 32, stages=3),
     _dense("nvfp4", 64, stages=3),

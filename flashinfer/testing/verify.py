@@ -144,7 +144,7 @@ def dense_results(
         for row in DENSE_INSTANCES:
             if row.longest_k < k:
                 continue
-            case = DenseCase(row.block_n + 3, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
+            case = DenseCase(row.block_n + 3, n, k, row.weights, TOKENS_OF[row.compute_dtype], bias=torch.bfloat16)
             inputs = make_dense_inputs(case, seed)
             reference, bound = (moved(value) for value in dense_reference(inputs, accumulation))
             named = {name: moved(value) for name, value in inputs.named.items()}

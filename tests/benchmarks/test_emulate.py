@@ -145,7 +145,7 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moe, "reread_bytes", lambda *_: 0.0)
-    tactic = next(row.index for row in INSTANCES if row.multiplies == "bf16" and not row.split_k)
+    tactic = next(row.index for row in INSTANCES if row.compute == "bf16" and not row.split_k)
     busy = Fit(8, False, Counts(mma_flops=1e12), Counts(), Counts(), 4.0, 48)
     line = moe.predict(MOE, 2, 1, (tactic, tactic), [busy, busy])
     assert line.bound == "mma"

@@ -73,7 +73,7 @@ def test_formats(device: torch.device, weights: str, tokens: str) -> None:
 def test_every_instance(device: torch.device, row: Any) -> None:
     k = min(row.longest_k, 4096) - 32
     n = 3000 if device.type == "cuda" else 200  # the CPU has no tiles
-    case = DenseCase(row.block_n * 2 - 1, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
+    case = DenseCase(row.block_n * 2 - 1, n, k, row.weights, TOKENS_OF[row.compute_dtype], bias=torch.bfloat16)
     check(device, case, 7, tactic=row.index)
 
 
@@ -167,7 +167,7 @@ def test_small_tiles_are_taken_up_to_a_number_for_each_sm(sms: int, operand: For
 
 def test_tactics_by_name_and_number() -> None:
     for row in DENSE_INSTANCES:
-        taken = TOKENS.index(TOKENS_OF[row.operand])
+        taken = TOKENS.index(TOKENS_OF[row.compute_dtype])
         assert instance(row.index, row.weights, 32, taken) is instance(row.name, row.weights, 32, taken) is row
     with pytest.raises(
         ValueError,
@@ -207,11 +207,12 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         ("mxfp8", MXFP4_SWIZZLED),
         ("mxfp4", BF16),
     ]
-    assert [sm12x_dense_launch.gemm_operand(*call, GB10) for call in calls] == expected
-    assert {sm12x_dense_launch.gemm_operand(*call, HOPPER) for call in calls} == {"bf16"}  # compute capability 9.0
+    assert [sm12x_dense_launch.gemm_compute_dtype(*call, GB10) for call in calls] == expected
+    # Compute capability 9.0
+    assert {sm12x_dense_launch.gemm_compute_dtype(*call, HOPPER) for call in calls} == {"bf16"}
     for variable in ("0", "1"):
         monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
-        forced = [sm12x_dense_launch.gemm_operand(*call, GB10) for call in calls]
+        forced = [sm12x_dense_launch.gemm_compute_dtype(*call, GB10) for call in calls]
         assert forced == (["bf16"] * 5 if variable == "1" else ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"])
 
 

@@ -17,7 +17,7 @@ from flashinfer.gemm.sm12x_dense_launch import (
     MXFP8_SWIZZLED,
     DenseCall,
     choose,
-    gemm_operand,
+    gemm_compute_dtype,
     planned_instance,
 )
 from flashinfer.sm12x.device_class import GB10, HOPPER, DeviceClass
@@ -44,7 +44,9 @@ def modelled(row: Instance, activation: str, layer: tuple[int, int], tokens: int
     launches = dense.launches_of(row, layer, tokens, runs)
     second = 0.0 if row.split_k else gb10.SECOND_LAUNCH_US
     return (
-        sum(max(each.busy(row.operand, rates).values()) for each in launches) + gb10.FIXED_US["dense"][place] + second
+        sum(max(each.busy(row.compute_dtype, rates).values()) for each in launches)
+        + gb10.FIXED_US["dense"][place]
+        + second
     )
 
 
@@ -53,7 +55,9 @@ def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Insta
     slower."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     return [
-        row for row in rows if (tokens <= dense.MOST_PASSES * row.block_n if row.split_k else row.operand == activation)
+        row
+        for row in rows
+        if (tokens <= dense.MOST_PASSES * row.block_n if row.split_k else row.compute_dtype == activation)
     ]
 
 
@@ -106,7 +110,7 @@ def test_each_kind_of_call_is_planned_once(device: DeviceClass) -> None:
                     for token_format in (BF16, MXFP8_SWIZZLED):
                         x, weight = torch.empty(tokens, 2880, device="meta"), torch.empty(n, columns, device="meta")
                         call = DenseCall(None, x, None, weight, weight, weight_format=weights)
-                        operand = gemm_operand(weights, token_format, device)
+                        operand = gemm_compute_dtype(weights, token_format, device)
                         expected = choose(weights, tokens, n, 2880, device, operand, backend.sm_count)
                         known = sm12x_dense_launch._planned.cache_info().misses
                         assert planned_instance(backend, call, token_format) is expected

@@ -13,7 +13,7 @@ from virtual_devices import ALL_CHECKERS, RACES, virtual_fixture
 import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
-from flashinfer.gemm.sm12x_dense_launch import gemm_operands
+from flashinfer.gemm.sm12x_dense_launch import gemm_compute_dtypes
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.testing import (
@@ -40,7 +40,7 @@ device = virtual_fixture(watch=ALL_CHECKERS)
 
 def tokens_for(row: Instance) -> str:
     """A format that the instance takes."""
-    return TOKENS_OF[row.operand]
+    return TOKENS_OF[row.compute_dtype]
 
 
 def workspace_size(device: VirtualDevice, num_tokens: int, k: int, row: Instance, tokens: str | None = None) -> int:
@@ -105,7 +105,8 @@ EACH_FORMAT = pytest.mark.parametrize(
         for row in DENSE_INSTANCES
         if row.name.endswith((*KINDS, "m64_gemm_mxfp4"))
         for choice, tokens in enumerate(FORMATS)
-        if row.operand in gemm_operands(row.weights, choice) and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
+        if row.compute_dtype in gemm_compute_dtypes(row.weights, choice)
+        and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
     ],
 )
 
@@ -134,17 +135,17 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in DENSE_INSTANCES if row.block_n in (8, 32) or row.operand != "bf16"],
+    [row for row in DENSE_INSTANCES if row.block_n in (8, 32) or row.compute_dtype != "bf16"],
     ids=lambda row: row.name,
 )
 def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> None:
     """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no
     other."""
-    tokens = {"mxfp8": "mxfp8_linear"}.get(row.operand, row.operand)
+    tokens = {"mxfp8": "mxfp8_linear"}.get(row.compute_dtype, row.compute_dtype)
     case = DenseCase(6, 48, 256, row.weights, tokens, out_dtype=torch.float32)
     inputs = make_dense_inputs(case, 3)
     x, weight, scales = inputs.arguments
-    if row.operand != "bf16":
+    if row.compute_dtype != "bf16":
         inputs.named["x_scale"].sub_(100)
     else:
         x.mul_(2.0**-100)
@@ -176,7 +177,7 @@ EVERY_WEIGHT = [
 def test_every_code_and_scale_of_a_weight(device: VirtualDevice, form: str, kind: str, k: int) -> None:
     """Random bytes: each int8, -128 among them, each e2m3, each E4M3 scale with its sign, subnormal ones and both
     NaN."""
-    case = DenseCase(3, 80, k, form, TOKENS_OF[BY_NAME[f"dense_{form}_{kind}"].operand], out_dtype=torch.float32)
+    case = DenseCase(3, 80, k, form, TOKENS_OF[BY_NAME[f"dense_{form}_{kind}"].compute_dtype], out_dtype=torch.float32)
     inputs = make_dense_inputs(case, 90 + k)
     print("seed", 91)
     generator = torch.Generator().manual_seed(91)
@@ -363,9 +364,11 @@ def test_weights_are_dequantized_in_pieces(
     assert pieces == [20, *[whole] * (n // whole), n % whole]
 
 
-@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand != "bf16"], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in DENSE_INSTANCES if row.compute_dtype != "bf16"], ids=lambda row: row.name
+)
 def test_fragments_have_few_bank_conflicts(device: VirtualDevice, row: Instance) -> None:
-    check(device, DenseCase(row.block_n, 20 * 128, 512, row.weights, row.operand), 15, row.name)
+    check(device, DenseCase(row.block_n, 20 * 128, 512, row.weights, row.compute_dtype), 15, row.name)
     counters = device.launches[-1].counters
     assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts
 

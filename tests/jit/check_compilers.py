@@ -27,7 +27,7 @@ VERSIONS = compilers.chosen(os.environ.get("COMPILERS", "all").split())
 def architectures(row: Instance | None) -> list[str]:
     """Those that run a source: SM121; Hopper, but for block-scaled MMAs; and SM120 without fences, of the streams,
     which leave no registers."""
-    streamed, hopper = row is not None and row.split_k, row is None or row.operand == "bf16" or row in HOPPER
+    streamed, hopper = row is not None and row.split_k, row is None or row.compute_dtype == "bf16" or row in HOPPER
     sm12x = row is None or row.layer == "dense" or row in SM12X
     return ["12.1a"] * sm12x + ["12.0a"] * (sm12x and streamed) + ["9.0a"] * hopper
 

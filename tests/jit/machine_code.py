@@ -107,7 +107,7 @@ class Unit(NamedTuple):
                 modules.DECODE: r"HMMA\.16816\.F32\.BF16",
                 modules.PROBE: r"HMMA\.16816\.F32(\.BF16)?|[QO]MMA\.SF\..*",
             }.get(self.module, "none")
-        kind = FORMATS[self.row.operand].mma
+        kind = FORMATS[self.row.compute_dtype].mma
         if kind is None:
             return r"HMMA\.16816\.F32\.BF16"
         weights = {"mxfp4": "E2M1", "mxfp6": "E2M3", "mxfp8": "E4M3"}[self.row.weights]

@@ -35,7 +35,7 @@ from flashinfer.fused_moe.sm12x_operator import FEW_ROUTED_ROWS
 from flashinfer.fused_moe.sm12x_router import choose_experts
 from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
-from flashinfer.gemm.sm12x_dense_launch import gemm_operands
+from flashinfer.gemm.sm12x_dense_launch import gemm_compute_dtypes
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
 from flashinfer.sm12x.instances import (
@@ -112,7 +112,7 @@ def instance_cases(extra: bool) -> list[Work]:
                 pairs = tactics_of(case, extra)
                 forced = [pair[0] for pair in pairs if pair and not ROWS[pair[0]].split_k]
                 for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
-                    alike = [number for number in forced if ROWS[number].multiplies == kept]
+                    alike = [number for number in forced if ROWS[number].compute == kept]
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))
@@ -268,9 +268,9 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
             inputs.arguments, inputs.named = tuple(arguments), named
         expected = None if options.reference == "none" else dense_reference(inputs, accumulation_on(device))
         out = torch.empty((case.num_tokens, case.n), dtype=case.out_dtype, device=device)
-        operands = gemm_operands(case.weights, TOKENS.index(case.tokens))
+        operands = gemm_compute_dtypes(case.weights, TOKENS.index(case.tokens))
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
-        for row in (None, *(row for row in rows if row.operand in operands)):
+        for row in (None, *(row for row in rows if row.compute_dtype in operands)):
             call = functools.partial(
                 dense_block_scaled,
                 *arguments,

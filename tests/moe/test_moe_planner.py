@@ -95,7 +95,7 @@ def modelled(layer: MoELayer, tokens: int, row: Instance, gpu: tuple[int, float,
     pair = (row.index, row.index)
     fits = moe.known_fits(step.FITTED_MODES[row.activation], pair, (layer.hidden, layer.inter))
     assert fits, f"{row.name} was not emulated"
-    busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
+    busy = [launch.busy(row.compute_dtype, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
     times = [max(us * (1 if name == "dram" else others) for name, us in each.items()) for each in busy]
     return sum(times) + sum(gb10.FIXED_US["MoE"]) / 2 + (0 if row.split_k else gb10.SECOND_GEMM_US)
 

@@ -58,9 +58,9 @@ RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.split_k]
 STREAMED = [instance for instance in INSTANCES if instance.split_k]
 LONG = [instance for instance in STREAMED if instance.block_k > 256]
-EIGHT_BIT = [instance for instance in PAIRS if instance.multiplies == "mxfp8"]
-SIXTEEN_BIT = [instance for instance in PAIRS if instance.multiplies == "bf16"]
-AS_BF16 = [instance for instance in PAIRS if instance.multiplies == "mxfp8_as_bf16"]  # Hopper's: modules of their own
+EIGHT_BIT = [instance for instance in PAIRS if instance.compute == "mxfp8"]
+SIXTEEN_BIT = [instance for instance in PAIRS if instance.compute == "bf16"]
+AS_BF16 = [instance for instance in PAIRS if instance.compute == "mxfp8_as_bf16"]  # Hopper's: modules of their own
 WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.block_n)
 # One of each kind whose weights are scaled while they are expanded.
 FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]

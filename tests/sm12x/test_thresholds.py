@@ -195,10 +195,12 @@ def test_cublas_begins_at_its_tokens(weights: str, known: DeviceClass) -> None:
     ):
         assert dense(weights, at, rows, k, known) is None
         assert dense(weights, at - 1, rows, k, known) is not None
-        operand = "mxfp8" if any(row.operand == "mxfp8" and row.weights == weights for row in DENSE_INSTANCES) else None
+        operand = (
+            "mxfp8" if any(row.compute_dtype == "mxfp8" and row.weights == weights for row in DENSE_INSTANCES) else None
+        )
         if operand:
             chosen = dense(weights, at, rows, k, known, operand)
-            assert chosen is not None and chosen.operand == operand
+            assert chosen is not None and chosen.compute_dtype == operand
 
 
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
@@ -224,7 +226,9 @@ def test_of_two_gemms_the_cheaper_is_taken() -> None:
     for weights in WEIGHT_FORMATS:
         for operand, costs in sm12x_dense_launch.GEMM_TILE_COST.items():
             rows = [
-                row for row in DENSE_INSTANCES if not row.split_k and (row.weights, row.operand) == (weights, operand)
+                row
+                for row in DENSE_INSTANCES
+                if not row.split_k and (row.weights, row.compute_dtype) == (weights, operand)
             ]
             for tokens in range(33, 400) if rows else ():
                 chosen = dense(weights, tokens, 201_088, 2880, GB10, operand)

@@ -154,7 +154,7 @@ def test_a_dense_layer(device: VirtualDevice, instance: Instance) -> None:
     n, k, tokens, form = 128, 256, instance.block_n, instance.weights
     print("seeds from", SEED)
     for of_weights, of_tokens, seed in halves():
-        inputs = make_dense_inputs(DenseCase(tokens, n, k, form, TOKENS_OF[instance.operand]), seed)
+        inputs = make_dense_inputs(DenseCase(tokens, n, k, form, TOKENS_OF[instance.compute_dtype]), seed)
         x, weight, scales = inputs.arguments
         linear = of_weights.exponents(n, k // BLOCK, seed)
         linear = e4m3_of(linear) if form == "nvfp4" else linear

@@ -45,7 +45,7 @@ EXTREMES = [
     max(GEMM_INSTANCES, key=lambda row: row.block_n),
     max(GEMM_INSTANCES, key=lambda row: (row.block_k, row.block_n)),
 ]
-DENSE = [row for row in DENSE_INSTANCES if row.operand != "bf16" and row.block_n == 64]
+DENSE = [row for row in DENSE_INSTANCES if row.compute_dtype != "bf16" and row.block_n == 64]
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
 
 
@@ -91,7 +91,9 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
 
 def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     """A dense layer's outputs with Hopper's sums for 8-bit MMAs, and its inputs: no negative operands, scales of 1."""
-    inputs = make_dense_inputs(DenseCase(5, 48 * 128, 2048, row.weights, row.operand, out_dtype=torch.float32), 93)
+    inputs = make_dense_inputs(
+        DenseCase(5, 48 * 128, 2048, row.weights, row.compute_dtype, out_dtype=torch.float32), 93
+    )
     tokens, weight, scales = inputs.arguments
     for operand in (tokens, weight):
         operand.view(torch.uint8).bitwise_and_(0x77 if operand.dtype == torch.uint8 else 0x7F)
@@ -158,7 +160,7 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
         return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
     scales, x_scales = (torch.full((512,), 127 + e, dtype=torch.uint8) for e in (-exponent, exponent))
-    operands = quantized(tokens, row.operand), quantized(weights, row.weights), scales
+    operands = quantized(tokens, row.compute_dtype), quantized(weights, row.weights), scales
     with virtual_device("sm_121a") as device:
         named = {"weight_format": row.weights, "x_scale": x_scales, "out_dtype": torch.float32}
         found = dense_block_scaled(*operands, **named, tactic=row.name)
@@ -178,15 +180,15 @@ def test_token_scales_that_half_precision_takes(row: Instance) -> None:
         ("mxfp8", "mxfp6"): (-123, 125),
         ("mxfp8", "mxfp8"): (-127, 105),
         ("mxfp4", "mxfp4"): (-119, 127),
-    }[row.operand, row.weights]
-    found, exact = multiply_one(row, largest[row.operand], largest[row.weights], highest, 32)
+    }[row.compute_dtype, row.weights]
+    found, exact = multiply_one(row, largest[row.compute_dtype], largest[row.weights], highest, 32)
     assert found == exact
     if highest < 127:
-        assert multiply_one(row, largest[row.operand], largest[row.weights], highest + 1, 32)[0] == torch.inf
-    found, exact = multiply_one(row, smallest[row.operand], smallest[row.weights], lowest, 1)
+        assert multiply_one(row, largest[row.compute_dtype], largest[row.weights], highest + 1, 32)[0] == torch.inf
+    found, exact = multiply_one(row, smallest[row.compute_dtype], smallest[row.weights], lowest, 1)
     assert found == exact
     if lowest > -127:
-        assert multiply_one(row, smallest[row.operand], smallest[row.weights], lowest - 1, 1)[0] != exact
+        assert multiply_one(row, smallest[row.compute_dtype], smallest[row.weights], lowest - 1, 1)[0] != exact
 
 
 @pytest.fixture
@@ -221,7 +223,7 @@ def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
 ) -> None:
     bits = {kind: HOPPER if kind == narrow else 20 for kind in ("mxf8f6f4", "mxf4")}
     (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
-    operands = {row.name: row.operand for row in DENSE if row.weights == "mxfp4"}
+    operands = {row.name: row.compute_dtype for row in DENSE if row.weights == "mxfp4"}
     assert set(operands.values()) == {"mxfp8", "mxfp4"}
     steps = {step.source.stem: step for step in modules.gen_dense_module("mxfp4").plan.steps}
     for name, operand in operands.items():

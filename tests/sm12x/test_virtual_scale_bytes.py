@@ -87,7 +87,7 @@ def tokens_of(inputs: DenseInputs, exponent: int) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_weights_of_a_dense_layer(device: VirtualDevice, row: Instance, neighbours: str) -> None:
     """The outputs neither overflow nor vanish: the tokens are small with large scales, and large with small ones."""
-    tokens = TOKENS_WITH_SCALES[row.operand]
+    tokens = TOKENS_WITH_SCALES[row.compute_dtype]
     inputs = make_dense_inputs(DenseCase(3, 256, K, row.weights, tokens, out_dtype=torch.float32), 1)
     order = each_byte(neighbours, 2)
     x, weight, scales = inputs.arguments
@@ -117,7 +117,7 @@ def test_where_scales_begin_to_fold(device: VirtualDevice, row: Instance) -> Non
     """All scales that a warp sees are alike, so that the largest is each of them."""
     rows = torch.tensor(FOLDING, dtype=torch.uint8).repeat_interleave(128)
     inputs = make_dense_inputs(
-        DenseCase(2, len(rows), K, row.weights, TOKENS_WITH_SCALES[row.operand], out_dtype=torch.float32), 12
+        DenseCase(2, len(rows), K, row.weights, TOKENS_WITH_SCALES[row.compute_dtype], out_dtype=torch.float32), 12
     )
     inputs.arguments[2].copy_(of_rows(rows, K // 32).view(inputs.arguments[2].shape))
     for exponent in (-20, 20):
@@ -133,7 +133,8 @@ def test_one_scale_that_does_not_fold(device: VirtualDevice, row: Instance) -> N
     """Among those of 16 rows and of two times 16 rows that an MMA and a warp take, at each place in turn."""
     tiles = torch.arange(32)
     inputs = make_dense_inputs(
-        DenseCase(2, 128 * len(tiles), K, row.weights, TOKENS_WITH_SCALES[row.operand], out_dtype=torch.float32), 14
+        DenseCase(2, 128 * len(tiles), K, row.weights, TOKENS_WITH_SCALES[row.compute_dtype], out_dtype=torch.float32),
+        14,
     )
     linear = torch.full((128 * len(tiles), K // 32), 127, dtype=torch.uint8)
     linear[128 * tiles + 64 * (tiles // 16) + 16 * (tiles % 4) + tiles % 16, tiles % (K // 32)] = 200
@@ -147,7 +148,7 @@ def test_one_scale_that_does_not_fold(device: VirtualDevice, row: Instance) -> N
 def test_nan_is_no_infinity(device: VirtualDevice, row: Instance) -> None:
     """Ones, whose products with infinity would neither be NaN nor cancel."""
     inputs = make_dense_inputs(
-        DenseCase(9, 40, K, row.weights, TOKENS_WITH_SCALES[row.operand], out_dtype=torch.float32), 13
+        DenseCase(9, 40, K, row.weights, TOKENS_WITH_SCALES[row.compute_dtype], out_dtype=torch.float32), 13
     )
     x, weight, scales = inputs.arguments
     weight.copy_(WEIGHTS[row.weights].quantize(torch.ones(40, K))[0])
@@ -178,7 +179,7 @@ def test_nan_is_no_infinity(device: VirtualDevice, row: Instance) -> None:
         for row in ROWS
         if row.weights in ("mxfp4", "mxfp8")
         for tokens in ("mxfp8", "mxfp8_linear", "mxfp4")
-        if row.operand == "bf16" or tokens.startswith(row.operand)
+        if row.compute_dtype == "bf16" or tokens.startswith(row.compute_dtype)
     ],
 )
 def test_tokens_of_a_dense_layer(device: VirtualDevice, name: str, tokens: str) -> None:

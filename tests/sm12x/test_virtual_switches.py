@@ -52,7 +52,7 @@ MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
 HIDDEN, INTER = 96, 64
 ROWS = (*MAIN_MODULE, *NVFP4)
 EACH_KIND = list(
-    {(row.split_k, row.multiplies, row.weights): row for row in sorted(ROWS, key=lambda row: -row.block_n)}.values()
+    {(row.split_k, row.compute, row.weights): row for row in sorted(ROWS, key=lambda row: -row.block_n)}.values()
 )
 """The narrowest of what routes, packs and adds up in ways of its own."""
 FORMS: dict[Format, str] = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
@@ -138,7 +138,7 @@ def test_experts_around_the_lanes_of_a_warp(device: VirtualDevice, row: Instance
 
 def operands(form: str) -> list[Format]:
     """The types in which GEMMs multiply tokens by such weights."""
-    return sorted({row.operand for row in DENSE_INSTANCES if row.weights == form and not row.split_k})
+    return sorted({row.compute_dtype for row in DENSE_INSTANCES if row.weights == form and not row.split_k})
 
 
 def check_dense(device: VirtualDevice, case: DenseCase, chosen: Instance | None, seed: int) -> None:

@@ -136,7 +136,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.fc2_instance = checked_instance(tactic_fc2, activation);
   check_scales(fc1_sf, *a.fc1_instance, a.shape.num_experts, a.fc1_rows(), a.shape.hidden, "fc1_sf");
   check_scales(fc2_sf, *a.fc2_instance, a.shape.num_experts, a.shape.hidden, a.shape.inter, "fc2_sf");
-  a.shape.as_bf16 = a.fc1_instance->has_two_kernels() && a.fc1_instance->operand == Element::kBf16;
+  a.shape.as_bf16 = a.fc1_instance->has_two_kernels() && a.fc1_instance->compute_type == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);
   a.next = read_ahead_of(next_weights, options);

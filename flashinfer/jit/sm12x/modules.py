@@ -148,7 +148,7 @@ def gen_fused_moe_module(weights: str = "mxfp4") -> JitSpecSm12x:
     """
     name = {"mxfp4": FUSED_MOE, "nvfp4": FUSED_MOE_NVFP4}[weights]
     rows = MOE_MODULES[weights]
-    kinds = [kind for kind in MMA_KINDS if kind in {FORMATS[row.operand].mma for row in rows}]
+    kinds = [kind for kind in MMA_KINDS if kind in {FORMATS[row.compute_dtype].mma for row in rows}]
     return _spec(name, [_MOE_BINDING, _LAUNCHER, _REGISTRY], _MOE_TEMPLATE, rows, mma_kinds=kinds)
 
 
@@ -185,7 +185,7 @@ def gen_dense_module(weights: str) -> JitSpecSm12x:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
     rows = [row for row in DENSE_INSTANCES if row.weights == weights]
-    operands = {FORMATS[row.operand].mma for row in rows}
+    operands = {FORMATS[row.compute_dtype].mma for row in rows}
     template = "gemm/sm12x_dense_instance.cu.jinja"
     kinds = [kind for kind in MMA_KINDS if kind in operands]
     return _spec(DENSE.format(weights), [_DENSE_BINDING, _REGISTRY], template, rows, mma_kinds=kinds)

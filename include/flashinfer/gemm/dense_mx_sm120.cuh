@@ -123,11 +123,11 @@ inline DenseGemmWorkspace lay_out_dense(const Instance& instance, int num_tokens
   Arena arena(base);
   DenseGemmWorkspace w = {};
   const size_t tokens = static_cast<size_t>(num_tokens);
-  if (instance.operand == Element::kBf16) {
+  if (instance.compute_type == Element::kBf16) {
     w.tokens = arena.take<uint8_t>(packed_bytes(tokens, k));
   } else {
-    const MadeRows made = made_rows(instance.operand, format, k);
-    if (made.values) w.tokens = arena.take<uint8_t>(tokens * (k / kScaleBlock) * block_bytes(instance.operand));
+    const MadeRows made = made_rows(instance.compute_type, format, k);
+    if (made.values) w.tokens = arena.take<uint8_t>(tokens * (k / kScaleBlock) * block_bytes(instance.compute_type));
     if (made.scales) w.token_scales = arena.take<uint8_t>(tokens * kScaleChunkBlocks * scale_words(k));
   }
   w.split = take_split_buffers(arena, device_sms);
@@ -148,15 +148,15 @@ inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspac
                                 GroupedGemmParams<Role::kStore>* gemm) {
   const TokenFormat format = a.tokens.format;
   const bool to_mxfp4 = are_mxfp4(format) && !have_scales(format);
-  if (a.instance->operand == Element::kE2m1 && !are_mxfp4(format)) {
+  if (a.instance->compute_type == Element::kE2m1 && !are_mxfp4(format)) {
     return {cudaErrorInvalidValue,
             "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4"};
   }
-  if (a.instance->operand != Element::kE2m1 && (format == TokenFormat::kBf16 || to_mxfp4)) {
+  if (a.instance->compute_type != Element::kE2m1 && (format == TokenFormat::kBf16 || to_mxfp4)) {
     return {cudaErrorInvalidValue,
             "this dense tactic multiplies MXFP8 tokens: they must come quantized or be rounded to MXFP8"};
   }
-  const MadeRows made = made_rows(a.instance->operand, format, a.k);
+  const MadeRows made = made_rows(a.instance->compute_type, format, a.k);
   const uint8_t* scales = a.tokens.scales;
   PrologueParams prologue = {};
   prologue.num_tokens = a.num_tokens;
@@ -210,7 +210,7 @@ inline Status run_dense_gemm(const DenseArguments& a, const LaunchOptions& optio
   gemm.epilogue = a.epilogue;
   // Launched also where rows need nothing: it zeroes the counters. And it waits for the launch in front before it lets
   // the GEMM begin, so that the GEMM may read weights at once, even if that launch wrote them.
-  const auto launch_rows = a.instance->operand == Element::kBf16 ? launch_pack_rows : make_operand_rows;
+  const auto launch_rows = a.instance->compute_type == Element::kBf16 ? launch_pack_rows : make_operand_rows;
   if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
   return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
 }

@@ -255,9 +255,9 @@ struct HopperLimits {
 };
 
 // Whether SM12x multiplies tokens of this kind by an MMA that takes both operands' scales.
-constexpr bool uses_block_scaled_mma(Element operand) {
-  if (operand == Element::kE2m1) return !FLASHINFER_SM12X_HALF_MXF4;
-  return operand != Element::kBf16 && !FLASHINFER_SM12X_HALF_MXF8F6F4;
+constexpr bool uses_block_scaled_mma(Element compute_type) {
+  if (compute_type == Element::kE2m1) return !FLASHINFER_SM12X_HALF_MXF4;
+  return compute_type != Element::kBf16 && !FLASHINFER_SM12X_HALF_MXF8F6F4;
 }
 
 }  // namespace flashinfer::sm12x

@@ -19,7 +19,7 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 struct Instance {
   int index;  // place in instances.INSTANCES
   Element activation;  // type that activations are rounded to
-  Element operand;     // type in which they are multiplied
+  Element compute_type;  // type in which they are multiplied
   Element weights;
   int block_n;
   int block_k;  // elements along K: a stage's, or in a split-K kernel an MMA warp's

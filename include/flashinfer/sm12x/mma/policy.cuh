@@ -56,9 +56,9 @@ __device__ __forceinline__ uint2 load_lane_tokens(const uint8_t* from) {
 // a 32-bit word of weights for MXFP8 tokens costs four instructions for MXFP4 and twelve for MXFP6. Operands of one
 // format are not dequantized: 32 bytes of a row are one scale block of MXFP8 or two of MXFP4, and a lane has words t
 // and 4 + t.
-template <Element kOperand, Element kWeights>
+template <Element kComputeType, Element kWeights>
 struct BlockScaledPolicy {
-  static constexpr bool kE2m1 = kOperand == Element::kE2m1;
+  static constexpr bool kE2m1 = kComputeType == Element::kE2m1;
   static_assert(!kE2m1 || kWeights == Element::kE2m1, "packed e2m1 is multiplied with packed e2m1");
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kCallsPerBlock = 1;
@@ -113,7 +113,7 @@ struct BlockScaledPolicy {
   template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales& row, const TokenScales& token) {
-    ptx::mma_block_scaled<kBlock, kWeights, kOperand>(accumulator, w.a, x.b, row.word, token.word);
+    ptx::mma_block_scaled<kBlock, kWeights, kComputeType>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
@@ -138,9 +138,9 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
 // The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (types.h). Hopper's
 // mma.sync has no native FP8 (ptxas converts both operands to half), so this policy dequantizes to half itself, which
 // is exact for e2m1, e4m3 and e5m2 and cheaper.
-template <Element kOperand, Element kWeights>
+template <Element kComputeType, Element kWeights>
 struct HalfPolicy {
-  static constexpr bool kE2m1 = kOperand == Element::kE2m1;
+  static constexpr bool kE2m1 = kComputeType == Element::kE2m1;
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kCallsPerBlock = 1;
   static constexpr int kBlocksPerCall = 1;
@@ -198,7 +198,7 @@ struct HalfPolicy {
 
  private:
   static __device__ __forceinline__ uint32_t to_halves(uint32_t pair) {
-    if constexpr (kOperand == Element::kE5m2) {
+    if constexpr (kComputeType == Element::kE5m2) {
       return __byte_perm(pair, 0, 0x1404);  // an e5m2 byte is the upper byte of the half with the same value
     } else {
       return ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(pair));
@@ -294,10 +294,10 @@ struct Bf16Policy {
 };
 
 // The policy of this compilation pass: the only place where the MMA differs between architectures.
-template <Element kOperand, Element kWeights>
-using Policy =
-    std::conditional_t<kOperand == Element::kBf16, Bf16Policy<kWeights>,
-                       std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kOperand),
-                                          BlockScaledPolicy<kOperand, kWeights>, HalfPolicy<kOperand, kWeights>>>;
+template <Element kComputeType, Element kWeights>
+using Policy = std::conditional_t<
+    kComputeType == Element::kBf16, Bf16Policy<kWeights>,
+    std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kComputeType),
+                       BlockScaledPolicy<kComputeType, kWeights>, HalfPolicy<kComputeType, kWeights>>>;
 
 }  // namespace flashinfer::sm12x::mma

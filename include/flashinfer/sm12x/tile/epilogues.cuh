@@ -207,7 +207,7 @@ struct Epilogue {
         const float* of_warp = amax + (warp % 4 & ~1) * Config::kBlockN + token;
         const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kBlockN]));
         const float low = intermediate[step][parity], high = intermediate[step][parity + 2];
-        if constexpr (Config::kOperand == Element::kBf16) {
+        if constexpr (Config::kComputeType == Element::kBf16) {
           const uint32_t dequantized = rounding.pair_as_bf16(low, high);
           stage_bf16(token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
           stage_bf16(token, row_of(warp, lane, 2), static_cast<uint16_t>(dequantized >> 16));

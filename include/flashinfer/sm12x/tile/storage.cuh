@@ -12,15 +12,15 @@ namespace flashinfer::sm12x {
 // Whether kernels are compiled for SM12x or for Hopper; launchers ask the device.
 constexpr bool kForSm12x = FLASHINFER_SM12X_DEVICE;
 
-// kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
-template <Role kRole_, Element kActivation_, Element kOperand_, int kBlockN_, int kBlockK_, int kStages_,
+// kActivation_ is what activations are rounded to, kComputeType_ the type in which they are kept and multiplied.
+template <Role kRole_, Element kActivation_, Element kComputeType_, int kBlockN_, int kBlockK_, int kStages_,
           int kBlocksPerSm_, Element kWeights_ = Element::kE2m1>
 struct GemmConfig {
   static constexpr Role kRole = kRole_;
   static constexpr Element kActivation = kActivation_;
-  static constexpr Element kOperand = kOperand_;
+  static constexpr Element kComputeType = kComputeType_;
   static constexpr Element kWeights = kWeights_;
-  using Policy = mma::Policy<kOperand, kWeights>;
+  using Policy = mma::Policy<kComputeType, kWeights>;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kBlockK = kBlockK_;
   static constexpr int kStages = kStages_;
@@ -34,7 +34,7 @@ struct GemmConfig {
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
   // Cap registers so that GPUs with more shared memory than a GB10 can hold more blocks, unless SM12x would spill.
-  static constexpr bool kBf16 = kOperand == Element::kBf16;
+  static constexpr bool kBf16 = kComputeType == Element::kBf16;
   // For bf16 rows on Hopper, measured with MXFP4; other formats' dequantizations spill in wide tiles of three.
   static constexpr bool kDequantizesCheaply = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
   static constexpr int kHopperBlocks = kBlockN <= 24 ? 4 : kBlockN <= 40 || kDequantizesCheaply ? 3 : 2;
@@ -42,7 +42,7 @@ struct GemmConfig {
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
   static constexpr bool kTokenScales = !kBf16;
-  static constexpr int kBlockBytes = block_bytes(kOperand);
+  static constexpr int kBlockBytes = block_bytes(kComputeType);
   static constexpr int kTokenBytes = kBlockK / kScaleBlock * kBlockBytes;
   // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4
   // bytes, has no bank conflict; packed rows lie K block by K block.
@@ -74,7 +74,7 @@ struct GemmConfig {
       HopperLimits::kSharedBytesPerSm / kHopperBlocks - HopperLimits::kSharedBytesReservedPerBlock;
   static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kOutsidePipeline) / kStageBytes : kStages;
 
-  static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
+  static_assert(kComputeType == kActivation || kComputeType == Element::kBf16, "bfloat16 holds any scaled activation");
   static_assert(kBlockK % 128 == 0 && (kFirstPitch == 64 || kFirstPitch == 128),
                 "a weight row of a stage is one 64- or 128-byte swizzle span");
   static_assert(!kTwoPlanes || kSecondPitch == 32, "and of MXFP6 one of 32 bytes besides");
@@ -95,7 +95,7 @@ struct SharedStorage {
   // Float scales of a warp's rows and tokens, where tokens have scales that their MMA does not take.
   static constexpr int kWarpScales = 16 * (32 + Config::kWarpTokens);
   static constexpr bool kNeedsFloatScales =
-      Config::kTokenScales && !(kSm12x && uses_block_scaled_mma(Config::kOperand));
+      Config::kTokenScales && !(kSm12x && uses_block_scaled_mma(Config::kComputeType));
   static constexpr int kFloatScales = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
       kFloatScales + (kNeedsFloatScales ? Config::kConsumerWarps * kWarpScales : 0);  // 16 bytes a token

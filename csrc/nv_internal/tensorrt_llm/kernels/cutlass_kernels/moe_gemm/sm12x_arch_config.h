@@ -83,7 +83,7 @@ inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
 // Whether GEMM kernels sort a layer's routed rows by themselves: if operands are MXFP8 and routed rows are few. A
 // launch in front packs rows of bfloat16 in permuted order and needs that order.
 inline bool routes_in_kernel(const Instance& instance, int num_routed_rows) {
-  return instance.operand != Element::kBf16 && num_routed_rows <= kInKernelRoutedRows;
+  return instance.compute_type != Element::kBf16 && num_routed_rows <= kInKernelRoutedRows;
 }
 
 }  // namespace flashinfer::sm12x

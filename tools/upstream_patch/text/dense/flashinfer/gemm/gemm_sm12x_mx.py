@@ -170,7 +170,7 @@ class Sm12xDenseRunner(TunableRunner):
             for row in DENSE_INSTANCES
             if row.weights == weights_of(call.weight)
             and row.longest_k >= call.k
-            and (2 * row.block_n >= call.x.shape[0] if row.split_k else row.operand == operand)
+            and (2 * row.block_n >= call.x.shape[0] if row.split_k else row.compute_dtype == operand)
         ]
 
     def forward(self, inputs: List[Any], tactic: int = -1, do_preparation: bool = False, **kwargs) -> torch.Tensor:

@@ -119,7 +119,7 @@ def _run_row(row, inputs):
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_every_row(row, device):
     """More tokens than a tile has, rows of weights that are no multiple of its, a K that is none of a step."""
-    case = DenseCase(row.block_n + 3, 200, 288, row.weights, TOKENS_OF[row.operand][0], alpha=True)
+    case = DenseCase(row.block_n + 3, 200, 288, row.weights, TOKENS_OF[row.compute_dtype][0], alpha=True)
     inputs = moved(device, make_dense_inputs(case, 7))
     check_within_bound(_run_row(row, inputs), *dense_reference(inputs), f"{row.name}, seed 7")
 
@@ -148,10 +148,10 @@ def test_what_is_chosen():
             for m in (1, 8, 9, 16, 17, 64, 128, 4096):
                 row = choose_instance(weights, m, 5120, k, operand, 48)
                 assert row.weights == weights and row.longest_k >= k
-                assert row.operand == operand or row.split_k
+                assert row.compute_dtype == operand or row.split_k
                 assert not row.split_k or m <= 2 * row.block_n  # two passes
         assert choose_instance(weights, 1, 5120, 2880, operand, 48).streamed
-        tiles = [row.block_n for row in DENSE_INSTANCES if (row.weights, row.operand) == (weights, operand)]
+        tiles = [row.block_n for row in DENSE_INSTANCES if (row.weights, row.compute_dtype) == (weights, operand)]
         assert choose_instance(weights, 4096, 5120, 2880, operand, 48).block_n == max(tiles)
 
 
@@ -173,7 +173,7 @@ def test_the_autotuner_times_what_takes_the_call_and_the_fastest_is_used(operato
         asked.append(tactic)
         return 0.5 if tactic == fastest else 1.0
 
-    fastest = next(row.index for row in DENSE_INSTANCES if row.weights == weights and row.operand == tokens)
+    fastest = next(row.index for row in DENSE_INSTANCES if row.weights == weights and row.compute_dtype == tokens)
     run = gemm_sm12x_mx.run_dense
     monkeypatch.setattr(AutoTuner, "_profile_single_kernel", profile)
     monkeypatch.setattr(gemm_sm12x_mx, "run_dense", lambda *given: used.append(given[3]) or run(*given))
@@ -182,7 +182,7 @@ def test_the_autotuner_times_what_takes_the_call_and_the_fastest_is_used(operato
         _run(operator, inputs)
     rows = [DENSE_INSTANCES[place] for place in set(asked) - {-1}]
     assert fastest in asked
-    assert all(row.weights == weights and (row.split_k or row.operand == tokens) for row in rows)
+    assert all(row.weights == weights and (row.split_k or row.compute_dtype == tokens) for row in rows)
     out = _run(operator, inputs)
     assert used[-1] == fastest
     check_within_bound(out, *dense_reference(inputs), "seed 13")

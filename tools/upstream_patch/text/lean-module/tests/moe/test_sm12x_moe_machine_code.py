@@ -87,7 +87,7 @@ TENSOR_INSTRUCTIONS = {
 
 def gemms_of(row: Instance) -> dict[str, Kernel]:
     """FC1 and FC2 of a row for each architecture, found by the template arguments in their names."""
-    formats = [ELEMENTS[each] for each in (row.activation, row.operand, row.weights)]
+    formats = [ELEMENTS[each] for each in (row.activation, row.compute_dtype, row.weights)]
     sizes = [row.block_n, row.block_k, row.stages, row.blocks_per_sm]
     sizes_in_name = "".join(f"Li{size}E" for size in sizes)
     elements = r"ElementE{}ELS\w*_{}E".format(*formats) + sizes_in_name + rf"LS\w*_{formats[2]}E"
@@ -122,7 +122,9 @@ def test_gemms_have_the_tensor_instructions_of_their_row(row):
     for name, each in gemms_of(row).items():
         used = {opcode for opcode in each.opcodes if re.match(r"[A-Z]*MMA\b", opcode)}
         assert used, name
-        assert {opcode for opcode in used if not re.fullmatch(TENSOR_INSTRUCTIONS[row.operand], opcode)} == set(), name
+        assert {
+            opcode for opcode in used if not re.fullmatch(TENSOR_INSTRUCTIONS[row.compute_dtype], opcode)
+        } == set(), name
 
 
 @EVERY_PAIR

@@ -22,7 +22,7 @@ EIGHT_BIT = [row for row in _PAIRS if row.activation == "mxfp8"]
 SIXTEEN_BIT = [row for row in _PAIRS if row.activation == "bf16"]
 ROWS = INSTANCES
 # The narrowest of what routes, packs and adds up in ways of its own.
-EACH_KIND = list({(row.split_k, row.multiplies, row.weights): row for row in reversed(INSTANCES)}.values())
+EACH_KIND = list({(row.split_k, row.compute, row.weights): row for row in reversed(INSTANCES)}.values())
 EACH_MODE = pytest.mark.parametrize(
     "mode,instance",
     [(0, EIGHT_BIT[0]), (1, EIGHT_BIT[0]), (2, SIXTEEN_BIT[0])],

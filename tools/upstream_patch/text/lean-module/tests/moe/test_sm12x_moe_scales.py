@@ -30,7 +30,7 @@ device = pytest.fixture(sm12x_device, name="device")
 MAIN_MODULE = [row for row in INSTANCES if row.weights == "mxfp4"]
 NVFP4 = [row for row in INSTANCES if row.weights == "nvfp4"]
 # Those whose weights are scaled while they are expanded, and those whose MMAs take the scales.
-FOLDING = [row for row in MAIN_MODULE if row.operand == "bf16"] + MAIN_MODULE[:1]
+FOLDING = [row for row in MAIN_MODULE if row.compute_dtype == "bf16"] + MAIN_MODULE[:1]
 
 
 # take tests/moe/test_virtual_instances.py: test_any_weight_scale test_any_scale_of_nvfp4

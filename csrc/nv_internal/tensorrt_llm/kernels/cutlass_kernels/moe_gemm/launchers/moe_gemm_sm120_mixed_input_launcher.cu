@@ -165,10 +165,10 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
   const MoeShape& s = a.shape;
   const int routed_rows = s.num_tokens * s.top_k;
   if (Status r = check_activations(routed_rows, std::max(s.hidden, s.inter)); r.error) return r;
-  if (a.fc1_instance->operand != a.fc2_instance->operand) {
+  if (a.fc1_instance->compute_type != a.fc2_instance->compute_type) {
     return {cudaErrorInvalidValue, "FC1 and FC2 must keep activations in the same type"};
   }
-  const bool mxfp8 = a.fc1_instance->operand != Element::kBf16;
+  const bool mxfp8 = a.fc1_instance->compute_type != Element::kBf16;
   const bool kernels_route = routes_in_kernel(*a.fc1_instance, routed_rows);
   const bool repack = mxfp8 && s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
                       s.hidden / kScaleBlock % kScaleChunkBlocks != 0;

@@ -40,12 +40,12 @@ struct KernelLauncher {
 };
 
 // A rendered MoE source instantiates this: both GEMMs of one tile configuration.
-template <Element kActivation, Element kOperand, Element kWeights, int kBlockN, int kBlockK, int kStages,
+template <Element kActivation, Element kComputeType, Element kWeights, int kBlockN, int kBlockK, int kStages,
           int kBlocksPerSm>
 struct MoeInstance {
   template <Role kRole>
   using Gemm =
-      KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kBlockN, kBlockK, kStages, kBlocksPerSm, kWeights>>;
+      KernelLauncher<GemmConfig<kRole, kActivation, kComputeType, kBlockN, kBlockK, kStages, kBlocksPerSm, kWeights>>;
   using Fc1 = Gemm<Role::kFc1>;
   using Fc2 = Gemm<Role::kFc2>;
 
@@ -61,7 +61,7 @@ struct MoeInstance {
                               : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
   static Instance describe(int index) {
-    Instance instance = {index, kActivation, kOperand, kWeights, kBlockN, kBlockK};
+    Instance instance = {index, kActivation, kComputeType, kWeights, kBlockN, kBlockK};
     instance.fc1 = Fc1::launch;
     instance.fc2 = Fc2::launch;
     instance.blocks_per_sm = blocks_per_sm;
