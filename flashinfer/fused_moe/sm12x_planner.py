@@ -32,8 +32,8 @@ class Choice:
 
 
 AS_FAST = 1.03
-"""An exact layer (W4A16) is preferred if it takes at most this many times W4A8's time. The device classes' limits
-(``exact``) follow from it; a test holds them to the performance model."""
+"""W4A16 (weight-only) is preferred if it takes at most this many times W4A8's time. The device classes' limits
+(``w4a16_rows``) follow from it; a test holds them to the performance model."""
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -48,7 +48,7 @@ def plan_mode(mode: Mode, num_tokens: int, top_k: int, num_experts: int, device:
     if mode is not Mode.AUTO:
         return mode
     rows = expected_rows(num_tokens * top_k, num_experts)
-    return Mode.W4A16 if rows <= device.exact else Mode.HALF_INPUT
+    return Mode.W4A16 if rows <= device.w4a16_rows else Mode.HALF_INPUT
 
 
 def most_exact_tokens(top_k: int, num_experts: int, device: DeviceClass = GB10) -> float:
@@ -87,7 +87,7 @@ def choose(
     for row in fitting if all_sms else ():
         if row.split_k and row.block_n == tile:
             return Choice(row, f"{busy}: the layer in one fused MoE kernel, BLOCK_N {tile}")
-    pairs = device.exact_pairs if activation == "bf16" else device.pairs
+    pairs = device.two_kernel_w4a16 if activation == "bf16" else device.two_kernel
     wanted = next(tile for limit, tile in (device.gemms if layer is None else pairs) if rows <= limit)
     gemms = [row for row in fitting if not row.split_k]
     tiles = sorted({row.block_n for row in gemms})

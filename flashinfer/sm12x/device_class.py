@@ -37,13 +37,13 @@ class DeviceClass:
         Rows that a layer may be forced to.
     fused_moe : tuple
         Limits and N tiles of the fused MoE kernel; past the last limit it is not used.
-    pairs : tuple
+    two_kernel : tuple
         The same for pairs of GEMM kernels in W4A8.
-    exact_pairs : tuple
+    two_kernel_w4a16 : tuple
         The same in W4A16.
     gemms : tuple
         The same for the grouped GEMM.
-    exact : float
+    w4a16_rows : float
         The limit up to which W4A16 takes at most ``sm12x_planner.AS_FAST`` times as long as W4A8 from bfloat16.
     cublas_tokens : int
         The least number of bfloat16 tokens for which cuBLAS multiplies a dense layer's dequantized weights.
@@ -66,10 +66,10 @@ class DeviceClass:
     table: tuple[Instance, ...]
     tactics: tuple[Instance, ...]
     fused_moe: Limits
-    pairs: Limits
-    exact_pairs: Limits
+    two_kernel: Limits
+    two_kernel_w4a16: Limits
     gemms: Limits
-    exact: float
+    w4a16_rows: float
     cublas_tokens: int
     cublas_tokens_in_pieces: Mapping[str, int]
     dense_tiles_per_sm: int
@@ -97,12 +97,12 @@ class DeviceClass:
 # (docs/log.md): fused 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits lie where
 # the cheapest tile changes if an expert's rows are Poisson distributed: a mean of 64 rows takes 1.5 tiles of 64, and
 # two of 40 cost less.
-_HOPPER_PAIRS = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
-_SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
+_HOPPER_TWO_KERNEL = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
+_SM12X_TWO_KERNEL = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
 # A card reads 1.6 to 2.3 times as many bytes per SM and clock as a GB10, so MMAs of padded rows become its bottleneck:
 # at 64 to 256 rows a half-empty tile of 128 costs up to 20 % more than tiles of 64, by the virtual GPU's counts
 # (docs/hindcast.md).
-_CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
+_CARD_TWO_KERNEL = (*_SM12X_TWO_KERNEL[:-2], (256.0, 64), (_END, 128))
 
 GB10 = DeviceClass(
     key="gb10",
@@ -114,12 +114,12 @@ GB10 = DeviceClass(
     tactics=SM12X,
     # Too narrow a tile reads weights twice, and a GB10 is bound by memory: its limit of the fused MoE kernel is lower.
     fused_moe=((4.5, 8),),
-    pairs=_SM12X_PAIRS,
+    two_kernel=_SM12X_TWO_KERNEL,
     # Left out: W4A16's tiles of 16 and 24, which have two blocks on an SM. Their weights and tokens compete for L2, and
     # they read up to 5 % more bytes.
-    exact_pairs=((6.0, 8), (28.0, 32), (36.0, 40), (_END, 64)),
-    gemms=_SM12X_PAIRS,
-    exact=24.0,  # tokens in bf16 are twice the bytes of MXFP8 ones, 3 % of a layer's at 24 rows
+    two_kernel_w4a16=((6.0, 8), (28.0, 32), (36.0, 40), (_END, 64)),
+    gemms=_SM12X_TWO_KERNEL,
+    w4a16_rows=24.0,  # tokens in bf16 are twice the bytes of MXFP8 ones, 3 % of a layer's at 24 rows
     cublas_tokens=4096,
     cublas_tokens_in_pieces={},
     dense_tiles_per_sm=1,  # a prediction
@@ -131,8 +131,8 @@ CARD = dataclasses.replace(
     gpu="RTX 5090",
     sm_count=170,
     capability=(12, None),
-    pairs=_CARD_PAIRS,
-    gemms=_CARD_PAIRS,
+    two_kernel=_CARD_TWO_KERNEL,
+    gemms=_CARD_TWO_KERNEL,
     unified_memory=False,
 )
 HOPPER = DeviceClass(
@@ -144,10 +144,10 @@ HOPPER = DeviceClass(
     table=HOPPER_TABLE,
     tactics=INSTANCES,
     fused_moe=((5.9, 8), (14.5, 16)),
-    pairs=_HOPPER_PAIRS,
-    exact_pairs=_HOPPER_PAIRS,
+    two_kernel=_HOPPER_TWO_KERNEL,
+    two_kernel_w4a16=_HOPPER_TWO_KERNEL,
     gemms=((8.5, 8), (_END, 16)),
-    exact=_END,  # MXFP8 tokens are multiplied as bfloat16 there, after they were quantized
+    w4a16_rows=_END,  # MXFP8 tokens are multiplied as bfloat16 there, after they were quantized
     cublas_tokens=256,  # its cuBLAS has wgmma
     # As of an LM head: measured for MXFP4 and MXFP8, and taken to be alike for formats of about as many bits.
     cublas_tokens_in_pieces={"mxfp4": 1024, "nvfp4": 1024, "mxfp6": 512, "mxint8": 512, "mxfp8": 512},

@@ -191,7 +191,7 @@ _FUSED_M8_W3 = (
 )
 
 # Two GEMM kernels a layer.
-PAIRS: tuple[Instance, ...] = (
+TWO_KERNEL: tuple[Instance, ...] = (
     *_MXFP8_M8,
     Instance("mxfp8", "mxfp8", 16, 128, 3, 2, 41224),
     Instance("mxfp8", "mxfp8", 16, 256, 3, 1, 76744),
@@ -203,9 +203,9 @@ PAIRS: tuple[Instance, ...] = (
 )
 
 # The rows of ``fused_moe_120``.
-MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_FUSED_M8)
+MAIN_MODULE: tuple[Instance, ...] = (*TWO_KERNEL, *_FUSED_M8)
 
-NVFP4_PAIRS: tuple[Instance, ...] = (
+NVFP4_TWO_KERNEL: tuple[Instance, ...] = (
     Instance("bf16", "bf16", 8, 128, 3, 2, 43848, weights="nvfp4"),
     Instance("bf16", "bf16", 16, 128, 2, 2, 35896, weights="nvfp4"),
     Instance("bf16", "bf16", 32, 128, 3, 1, 66120, weights="nvfp4"),
@@ -216,7 +216,7 @@ NVFP4_PAIRS: tuple[Instance, ...] = (
 # one if K exceeds 3,968, so a row with a BLOCK_K of 384 would have no use.
 NVFP4_FUSED = Instance("bf16", "bf16", 8, 256, 2, 1, 76416, mma_warps=12, weights="nvfp4")
 
-NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_FUSED)
+NVFP4: tuple[Instance, ...] = (*NVFP4_TWO_KERNEL, NVFP4_FUSED)
 """The rows of ``fused_moe_120_nvfp4``."""
 
 MOE_MODULES: dict[str, tuple[Instance, ...]] = {"mxfp4": MAIN_MODULE, "nvfp4": NVFP4}
@@ -249,7 +249,7 @@ HOPPER: tuple[Instance, ...] = (
 INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in SM12X))
 """Every row; Hopper runs all of them."""
 
-GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.compute_dtype == "mxfp8")
+GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in TWO_KERNEL if row.compute_dtype == "mxfp8")
 """The rows for which the grouped GEMM is compiled."""
 
 

@@ -28,7 +28,7 @@ def test_the_class_of_a_capability(capability: tuple[int, int], expected: Device
 def test_limits_rise_to_the_end_and_name_tiles_that_there_are() -> None:
     for known in CLASSES:
         tiles = {row.block_n for row in known.table if not row.split_k}
-        for limits in (known.pairs, known.exact_pairs, known.gemms):
+        for limits in (known.two_kernel, known.two_kernel_w4a16, known.gemms):
             assert [limit for limit, _ in limits] == sorted({limit for limit, _ in limits})
             assert limits[-1][0] == float("inf")
             assert {tile for _, tile in limits} <= tiles

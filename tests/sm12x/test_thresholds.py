@@ -64,7 +64,7 @@ def test_a_tile_is_taken_up_to_its_limit(
 ) -> None:
     if (activation, weights) == ("mxfp8", "nvfp4"):
         return
-    pairs = known.exact_pairs if activation == "bf16" else known.pairs
+    pairs = known.two_kernel_w4a16 if activation == "bf16" else known.two_kernel
     rows = [
         row for row in known.table if (row.activation, row.weights, row.block_k != 384) == (activation, weights, True)
     ]
@@ -100,10 +100,10 @@ def test_a_grouped_gemms_tile_is_taken_up_to_its_limit(known: DeviceClass, monke
 
 @EACH_CLASS
 def test_auto_is_exact_up_to_its_limit(known: DeviceClass, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = known.exact if known.exact < math.inf else 1e30
+    at = known.w4a16_rows if known.w4a16_rows < math.inf else 1e30
     for rows, mode in ((at, Mode.W4A16), (math.nextafter(at, math.inf), Mode.HALF_INPUT)):
         monkeypatch.setattr(sm12x_planner, "expected_rows", lambda *_, rows=rows: rows)
-        assert plan_mode(Mode.AUTO, 1, 1, 1, known) is (Mode.W4A16 if known.exact == math.inf else mode)
+        assert plan_mode(Mode.AUTO, 1, 1, 1, known) is (Mode.W4A16 if known.w4a16_rows == math.inf else mode)
         for other in set(Mode) - {Mode.AUTO}:
             assert plan_mode(other, 1, 1, 1, known) is other
 
@@ -114,7 +114,7 @@ def test_auto_is_exact_up_to_its_limit(known: DeviceClass, monkeypatch: pytest.M
 def test_the_most_tokens_that_are_exact(top_k: int, experts: int) -> None:
     """Against a count from one token on, and whatever the limit is: none, one, all."""
     for limit in (0.5, 1.0, 1.1, 4.5, 24.0):
-        known = dataclasses.replace(GB10, exact=limit)
+        known = dataclasses.replace(GB10, w4a16_rows=limit)
         counted = 0
         while expected_rows((counted + 1) * top_k, experts) <= limit:
             counted += 1

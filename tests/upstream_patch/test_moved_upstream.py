@@ -218,13 +218,13 @@ def test_a_place_is_checked_in_upstreams_text_not_in_what_topics_made_of_it():
 
 def test_definitions_are_taken_with_their_comments_and_documentation():
     source = "flashinfer/sm12x/instances.py"
-    taken = with_definitions(f"x = 1\n# take {source}: GEMM_INSTANCES PAIRS\ny = 2\n")
+    taken = with_definitions(f"x = 1\n# take {source}: GEMM_INSTANCES TWO_KERNEL\ny = 2\n")
     assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
     assert taken.endswith('"""The rows for which the grouped GEMM is compiled."""\ny = 2\n')
     first = with_definitions("# take flashinfer/testing/error_bounds.py: __doc__ STEP\n")
     assert first.startswith('"""Bounds on the distance of a float32') and "\n\nSTEP = 8\n" in first
     with pytest.raises(ExportError, match=r"instances\.py defines no NOTHING"):
-        with_definitions(f"# take {source}: PAIRS NOTHING\n")
+        with_definitions(f"# take {source}: TWO_KERNEL NOTHING\n")
 
 
 def test_parts_of_bindings_that_nobody_calls_upstream_are_left_out():

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from .instances import GEMM_INSTANCES, Instance
 
-# take flashinfer/sm12x/device_class.py: _END _SM12X_PAIRS
+# take flashinfer/sm12x/device_class.py: _END _SM12X_TWO_KERNEL
 # take flashinfer/fused_moe/sm12x_planner.py: expected_rows
 
 
 def narrowest_that_holds(rows: float, candidates: Sequence[Instance]) -> Instance:
-    wanted = next(tile for limit, tile in _SM12X_PAIRS if rows <= limit)
+    wanted = next(tile for limit, tile in _SM12X_TWO_KERNEL if rows <= limit)
     tiles = sorted({row.block_n for row in candidates})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
     # Of equal token tiles the longer K tile: whole 128-byte pieces of a weight row.
