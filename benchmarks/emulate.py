@@ -149,7 +149,7 @@ def emulate_moe(
     case = MoECase(*sizes, relu2=layer.activation == "relu2", weights=layer.weights)
     inputs = make_moe_inputs(case, 0)
     inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
-    named = {**inputs.arguments(), "profile_ids": [INSTANCES[each].number for each in tactics]}
+    named = {**inputs.arguments(), "profile_ids": [INSTANCES[each].profile_id for each in tactics]}
     return inputs.token_selected_experts, launches_of(device, lambda: flashinfer.cutlass_fused_moe(**named))
 
 

@@ -186,7 +186,7 @@ class SM12xStageRunner(TunableRunner):
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the layer once; ``gemm_idx`` says which GEMM ``tactic`` is for."""
-        name = -1 if tactic == -1 else next(row.name for row in INSTANCES if row.number == tactic)
+        name = -1 if tactic == -1 else next(row.name for row in INSTANCES if row.profile_id == tactic)
         return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, name, do_preparation)
 
 

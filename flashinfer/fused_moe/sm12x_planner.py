@@ -169,9 +169,9 @@ def wanted_tactics(
         raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
     mode = problem.mode
     allowed = [row for row in rows if row.activation == mode.activation and row.weights == problem.weights]
-    numbers = [row.number for row in allowed]
+    numbers = [row.profile_id for row in allowed]
     if len(profile_ids) != 2 or any(number != -1 and number not in numbers for number in profile_ids):
-        named = ", ".join(f"{row.number} ({row.name})" for row in allowed)
+        named = ", ".join(f"{row.profile_id} ({row.name})" for row in allowed)
         raise ValueError(
             f"profile_ids is {profile_ids}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
             f"{mode.name}, one of {named}"
@@ -273,7 +273,7 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: DeviceClass
         rows = count * layer.top_k
         activation = plan_mode(mode, count, layer.top_k, layer.experts, device).activation
         choice = choose(activation, rows, layer.experts, device, (layer.hidden, layer.inter))
-        gemm = choice.instance.number, choice.instance.name
+        gemm = choice.instance.profile_id, choice.instance.name
         explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
     return explained
 

@@ -130,9 +130,9 @@ class Instance:
         return f"{weights}{self.compute}_m{self.block_n}_k{self.block_k}"
 
     @property
-    def number(self) -> int:
-        """The tactic's number. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`compute` (4, 5 or 6 if
-        fused); N tile; BLOCK_K.
+    def profile_id(self) -> int:
+        """The tactic's integer in ``profile_ids``. Its digits are: 1 for NVFP4 weights; 1, 2 or 3 for :attr:`compute`
+        (4, 5 or 6 if fused); N tile; BLOCK_K.
 
         ``bf16_m64_k128`` is 3064128, ``nvfp4_bf16_m64_k128`` 13064128. A dense layer's number is its place in the
         table.
@@ -144,8 +144,8 @@ class Instance:
 
     @functools.cached_property
     def index(self) -> int:
-        """The row's place in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
-        return _PLACES[self.name]
+        """The row's index in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
+        return _INDICES[self.name]
 
     def element(self, matrix: Literal["activation", "compute_dtype", "weights"]) -> str:
         """The C++ name of one of its formats."""
@@ -293,22 +293,22 @@ DENSE_INSTANCES: tuple[Instance, ...] = (
 )
 """Every row of the dense layer. Its numbers are places: new rows come last."""
 
-_PLACES = {row.name: place for rows in (INSTANCES, DENSE_INSTANCES) for place, row in enumerate(rows)}
+_INDICES = {row.name: index for rows in (INSTANCES, DENSE_INSTANCES) for index, row in enumerate(rows)}
 _NAMES = tuple(row.name for row in INSTANCES)
-assert len(_PLACES) == len(INSTANCES) + len(DENSE_INSTANCES)
-assert len({row.number for row in INSTANCES}) == len(INSTANCES)
+assert len(_INDICES) == len(INSTANCES) + len(DENSE_INSTANCES)
+assert len({row.profile_id for row in INSTANCES}) == len(INSTANCES)
 
 
 def tactic(name: str) -> int:
     """The number for ``profile_ids`` of the row called ``name``; ``ValueError`` with the names there are otherwise."""
-    return INSTANCES[index_of(name)].number
+    return INSTANCES[index_of(name)].profile_id
 
 
 def index_of(name: str) -> int:
     """The place in :data:`INSTANCES` of the row called ``name``; ``ValueError`` with the names there are otherwise."""
     if name not in _NAMES:
         raise ValueError(f"there is no tactic {name!r}; there are {', '.join(_NAMES)}")
-    return _PLACES[name]
+    return _INDICES[name]
 
 
 def instance(index: int) -> Instance:

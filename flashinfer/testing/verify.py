@@ -117,7 +117,7 @@ def moe_results(
                     yield judged(what, functools.partial(cutlass_fused_moe, **words), reference, bound)
                     continue
                 for tactic in tactics_of(Mode(mode), count, hidden, inter):
-                    call = functools.partial(cutlass_fused_moe, **words, profile_ids=[INSTANCES[tactic].number] * 2)
+                    call = functools.partial(cutlass_fused_moe, **words, profile_ids=[INSTANCES[tactic].profile_id] * 2)
                     yield judged(f"{what}, {INSTANCES[tactic].name}", call, reference, bound)
 
 

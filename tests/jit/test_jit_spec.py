@@ -473,7 +473,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
     rows = instance_rows(spec)
     assert {built.gemm for built in rows} == {"fc1", "fc2"}
     for built in rows:
-        assert (built.tactic, built.instance, built.architecture) == (row.number, row.name, "sm_121a")
+        assert (built.tactic, built.instance, built.architecture) == (row.profile_id, row.name, "sm_121a")
         assert built.block_scaled_mmas == built.tensor_instructions > 0
         assert built.local_accesses == 0
         assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * built.threads)

@@ -73,7 +73,7 @@ INTER_SIZES = (736, 1440, 2880, 2944)
 EXPERT_COUNTS = (8, 32, 128, 256)
 NEMOTRON = {name: layer for name, layer in NVFP4_LAYERS.items() if layer.activation == "relu2"}
 """Layers without gate rows."""
-ROWS = {row.number: row for row in INSTANCES}
+ROWS = {row.profile_id: row for row in INSTANCES}
 """The instances by the number that ``profile_ids`` has."""
 Work = tuple[str, MoECase, list[list[int] | None]]
 

@@ -32,7 +32,7 @@ def tactics_to_force(case: MoECase, device: torch.device, table: Iterable[Instan
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
     kind = (Mode(case.mode).activation, case.weights)
     rows = [row for row in table if (row.activation, row.weights) == kind and row.takes(*sizes)]
-    return [None, *([row.number] * 2 for row in rows)]
+    return [None, *([row.profile_id] * 2 for row in rows)]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

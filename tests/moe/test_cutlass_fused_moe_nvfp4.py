@@ -38,7 +38,7 @@ def test_a_layer(device: torch.device) -> None:
 def _check(case: MoECase, seed: int, device: torch.device) -> None:
     print("seed", seed)
     rows = [row for row in NVFP4 if row.takes(case.num_tokens * case.top_k, case.hidden, case.inter)]
-    forced = [] if device.type == "cpu" else [[row.number] * 2 for row in rows]
+    forced = [] if device.type == "cpu" else [[row.profile_id] * 2 for row in rows]
     check_case(case, seed, device, [None, *forced])
 
 
@@ -151,7 +151,7 @@ def test_a_launch_gets_nvfp4s_tactics_and_tensors_as_they_are(module: RecordingM
         assert launch[f"{stage}_sf"].dtype == torch.uint8
         assert launch[f"{stage}_global"] is getattr(inputs, f"{stage}_global")
     for row in NVFP4:
-        launch = _launch(module, inputs, profile_ids=[row.number] * 2)
+        launch = _launch(module, inputs, profile_ids=[row.profile_id] * 2)
         assert (launch["tactic_fc1"], launch["tactic_fc2"]) == (row.index, row.index)
     module.few_sms = True
     launch = _launch(module, inputs)

@@ -26,7 +26,7 @@ from flashinfer.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, In
 
 def numbers(tactics: Iterable[int]) -> list[int]:
     """The tactics' numbers, in the form of ``profile_ids``."""
-    return [-1 if tactic == -1 else INSTANCES[tactic].number for tactic in tactics]
+    return [-1 if tactic == -1 else INSTANCES[tactic].profile_id for tactic in tactics]
 
 
 def test_signatures_are_upstreams() -> None:
@@ -113,7 +113,7 @@ def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
 def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> None:
     as_bf16, native = tactic("mxfp8_as_bf16_m32_k128"), tactic("mxfp8_m32_k256")
     place = index_of("mxfp8_as_bf16_m32_k128")
-    names = ", ".join(f"{row.number} ({row.name})" for row in SM12X if row.activation == "mxfp8")
+    names = ", ".join(f"{row.profile_id} ({row.name})" for row in SM12X if row.activation == "mxfp8")
     with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {names}") + "$"):
         flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=[as_bf16, as_bf16])
     module.backend.device_class, module.backend.tactics = device_class.HOPPER, INSTANCES
@@ -279,7 +279,7 @@ def test_unified_layer_tunes_this_forks_tactics(
         runner.gemm_idx_for_tuning = stage
         tactics = runner.get_valid_tactics(inputs, None)
         expected = [
-            row.number
+            row.profile_id
             for row in MAIN_MODULE
             if row.activation == ("bf16" if mode == 2 else "mxfp8") and not (stage == 2 and computes_layer(row.index))
         ]
@@ -287,7 +287,7 @@ def test_unified_layer_tunes_this_forks_tactics(
         assert runner.validate_tactic(inputs, tactics[0]) and not runner.validate_tactic(inputs, 5), "a place is none"
         runner.forward(inputs, tactic=tactics[-1], do_preparation=True, gemm_idx=stage)
         launch = module.launches[-1]
-        assert INSTANCES[launch[f"tactic_fc{stage}"]].number == tactics[-1]
+        assert INSTANCES[launch[f"tactic_fc{stage}"]].profile_id == tactics[-1]
         assert launch["input"] is inputs[0]
         assert launch["fc1_w"].shape == (8, 96 if relu2 else 192, 80)
         assert launch["fc1_sf"].shape == (8, 128 if relu2 else 256, 8)

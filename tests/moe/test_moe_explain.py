@@ -48,7 +48,7 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
             gpu,
         )
         fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
-        assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
+        assert (row["fc1"], row["fc2"]) == (fc1.profile_id, fc2.profile_id)
         assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
         sizes = row["tokens"], layer.top_k, layer.experts
         used = sm12x_planner.plan_mode(Mode(number), *sizes, gpu)

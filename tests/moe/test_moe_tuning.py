@@ -170,7 +170,7 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
     with autotune(True):
         assert caller(module)() == wanted
     forced = list(reversed(wanted))
-    assert caller(module, profile_ids=[INSTANCES[tactic].number for tactic in forced])() == tuple(forced)
+    assert caller(module, profile_ids=[INSTANCES[tactic].profile_id for tactic in forced])() == tuple(forced)
     assert caller(module)() == wanted
 
 
@@ -188,7 +188,7 @@ def test_pairs_with_a_tactic_that_computes_the_layer() -> None:
     assert resolved_pair((one, -1), (whole, whole)) == (one, one)
     assert resolved_pair((-1, one), (whole, whole)) == (one, one)
     assert resolved_pair((one, other), (whole, whole)) == (one, other)
-    numbers = {tactic: -1 if tactic == -1 else INSTANCES[tactic].number for tactic in (whole, one, -1)}
+    numbers = {tactic: -1 if tactic == -1 else INSTANCES[tactic].profile_id for tactic in (whole, one, -1)}
     assert wanted_tactics([numbers[whole]] * 2, PROBLEM) == (whole, whole)
     assert wanted_tactics([numbers[whole], numbers[one]], PROBLEM) == (whole, one)
     for first in (one, -1):
@@ -208,21 +208,21 @@ def test_a_fused_moe_tactic_refuses_what_it_cannot_take(row) -> None:
     largest = PROBLEM._replace(
         mode=mode, weights=row.weights, num_tokens=FUSED_MOE_ROUTED_ROWS // 4, top_k=4, hidden=longest, inter=longest
     )
-    assert wanted_tactics([row.number, -1], largest) == (row.index, -1)
+    assert wanted_tactics([row.profile_id, -1], largest) == (row.index, -1)
     for beyond in ({"num_tokens": FUSED_MOE_ROUTED_ROWS // 4 + 1}, {"hidden": longest + 32}, {"inter": longest + 32}):
         problem = largest._replace(**beyond)
         with pytest.raises(
             ValueError,
-            match=rf"^profile_ids is \[{row.number}, -1\]; {row.name} takes at most 1536 routed rows \(tokens x top_k\), and "
+            match=rf"^profile_ids is \[{row.profile_id}, -1\]; {row.name} takes at most 1536 routed rows \(tokens x top_k\), and "
             rf"hidden and intermediate sizes up to {longest}, but this call has {4 * problem.num_tokens} pairs and the "
             rf"sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
         ):
-            wanted_tactics([row.number, -1], problem)
+            wanted_tactics([row.profile_id, -1], problem)
 
 
 def test_a_call_with_too_many_tokens_for_its_tactic_is_refused() -> None:
     arguments = make_moe_inputs(MoECase(385, 64, 64, 4, 4, 0), 17).arguments()
-    number = INSTANCES[STREAMED].number
+    number = INSTANCES[STREAMED].profile_id
     with pytest.raises(ValueError, match=r"takes at most 1536 .* but this call has 1540 pairs"):
         flashinfer.cutlass_fused_moe(**arguments, profile_ids=[number, number])
 

@@ -37,7 +37,7 @@ def layer(device: VirtualDevice, inputs: MoEInputs, tactic: int, **options: bool
     """The output, from memory that holds NaN before."""
     output = torch.full((inputs.input.shape[0], HIDDEN), torch.nan, dtype=inputs.output_dtype)
     flashinfer.cutlass_fused_moe(
-        **inputs.arguments(), output=output, profile_ids=[INSTANCES[tactic].number] * 2, **options
+        **inputs.arguments(), output=output, profile_ids=[INSTANCES[tactic].profile_id] * 2, **options
     )
     assert device.launches and all(launch.clean for launch in device.launches), device.launches
     return output

@@ -136,10 +136,10 @@ def test_a_stream_takes_its_last_pair(known: DeviceClass) -> None:
         problem = MoEProblem(Mode.W4A16, tokens, *LAYER, 512, 8, 0, 512, 512)
         row = next(row for row in streams if row.activation == "bf16" and row.weights == "mxfp4")
         if taken:
-            assert wanted_tactics([row.number, row.number], problem, known.tactics) == (row.index, row.index)
+            assert wanted_tactics([row.profile_id, row.profile_id], problem, known.tactics) == (row.index, row.index)
         else:
             with pytest.raises(ValueError, match=rf"{row.name} takes at most 1536 .* has 1544 pairs"):
-                wanted_tactics([row.number, row.number], problem, known.tactics)
+                wanted_tactics([row.profile_id, row.profile_id], problem, known.tactics)
 
 
 @EACH_CLASS

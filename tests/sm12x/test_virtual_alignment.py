@@ -34,7 +34,7 @@ def moe(swizzled: bool = True, hidden: int = 160, mode: int = 0) -> dict[str, An
 @pytest.mark.parametrize("mode", [0, 1])
 def test_workspace_of_a_layer(device: VirtualDevice, streamed: bool, mode: int) -> None:
     """16 bytes are what the widest access needs: torch gives 64 on the CPU, other libraries less."""
-    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
+    tactic = next(row.profile_id for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
     arguments = {**moe(mode=mode), "profile_ids": [tactic, tactic]}
     expected = flashinfer.cutlass_fused_moe(**arguments).clone()
     size = cutlass_fused_moe_workspace_size(
@@ -69,7 +69,7 @@ def test_scales_of_tokens_that_start_where_they_may(
     device: VirtualDevice, swizzled: bool, hidden: int, offset: int, streamed: bool
 ) -> None:
     """Linear scales of a K that is no multiple of 128 are read by bytes: a view from another row on is right."""
-    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
+    tactic = next(row.profile_id for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
     arguments = {**moe(swizzled, hidden), "profile_ids": [tactic, tactic]}
     expected = flashinfer.cutlass_fused_moe(**arguments).clone()
     arguments["output"].fill_(torch.nan)
@@ -129,7 +129,7 @@ def test_one_row_of_a_wider_tensor(device: VirtualDevice, streamed: bool) -> Non
         return view
 
     made = make_moe_inputs(MoECase(1, 256, 96, 4, 2, 0, swizzled_input_sf=False), 904)
-    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
+    tactic = next(row.profile_id for row in INSTANCES if row.activation == "mxfp8" and row.split_k == streamed)
     arguments = {**made.arguments(), "profile_ids": [tactic, tactic]}
     expected = flashinfer.cutlass_fused_moe(**arguments)
     for name in ("input", "input_sf", "token_selected_experts", "token_final_scales"):

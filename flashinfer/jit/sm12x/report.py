@@ -88,7 +88,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     else:
         schedule, threads = ("8-warp", 288) if instance.block_n == 128 else ("multi-block", 160)
     return InstanceRow(
-        tactic=instance.number,
+        tactic=instance.profile_id,
         instance=instance.name,
         gemm=_gemm_of(kernel.name),
         architecture=kernel.architecture,

@@ -17,7 +17,7 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 // Tiled grouped GEMMs have some of fc1, fc2 and store, and blocks_per_sm; split-K kernels have `prepare`, and launch a
 // MoE layer or a dense one. Other pointers are null.
 struct Instance {
-  int index;  // place in instances.INSTANCES
+  int index;  // index in instances.INSTANCES
   Element activation;  // type that activations are rounded to
   Element compute_type;  // type in which they are multiplied
   Element weights;
@@ -41,7 +41,7 @@ struct Instance {
 
 constexpr int kMaxInstances = 64;
 
-// The table, by tactic number; threads may register and look up at once. Null: none of that number has been registered.
+// The table, by index; threads may register and look up at once. Null: none of that index has been registered.
 const Instance* find_instance(int index);
 
 // The grouped GEMM's instance for e5m2 rows is registered so far after the one for e4m3 rows of the same tile.

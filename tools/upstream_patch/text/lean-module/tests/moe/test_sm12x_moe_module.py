@@ -112,7 +112,7 @@ def test_what_is_no_number_stays_where_it_is(row, device):
 
 def test_rows_are_told_apart_by_name_and_number():
     assert len({row.name for row in INSTANCES}) == len(INSTANCES)
-    assert len({row.number for row in INSTANCES}) == len(INSTANCES)
+    assert len({row.profile_id for row in INSTANCES}) == len(INSTANCES)
 
 
 # --- what blocks share ----------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_every_tactic_is_forced_by_its_number(mode: int, device: torch.device) -
     case = MoECase(33, 160, 96, 4, 2, mode)
     rows = _rows(make_moe_inputs(case, 51, device))
     assert len(rows) >= 4
-    check_case(case, 51, device, [[row.number] * 2 for row in rows])
+    check_case(case, 51, device, [[row.profile_id] * 2 for row in rows])
 
 
 def test_gemms_of_a_pair_are_chosen_each(device: torch.device) -> None:

@@ -33,4 +33,4 @@ def test_every_tactic_is_forced_by_its_number(device: torch.device) -> None:
     case = _case(33, 160, 96, 4, 2)
     rows = [row for row in INSTANCES if row.weights == "nvfp4" and row.takes(66, 160, 96)]
     assert len(rows) >= 3
-    check_case(case, 55, device, [[row.number] * 2 for row in rows])
+    check_case(case, 55, device, [[row.profile_id] * 2 for row in rows])
