@@ -18,12 +18,12 @@ from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs, moe_referenc
 
 HIDDEN, INTER = 256, 128
 """A size that a CPU multiplies in a second. The switch depends on experts and top-k, which are the model's."""
-MODES = {Mode.W4A16: "W4A16", Mode.HALF_INPUT: "W4A8"}
+MODES = {Mode.W4A16: "W4A16", Mode.BF16_INPUT: "W4A8"}
 
 
 def output(inputs: MoEInputs, mode: Mode) -> torch.Tensor:
     """The operator's, of the inputs of W4A16."""
-    if mode is Mode.HALF_INPUT:
+    if mode is Mode.BF16_INPUT:
         ones = torch.ones(len(inputs.fc1_weights))
         inputs = dataclasses.replace(inputs, fc1_global=ones, fc2_global=ones)
     both = {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True} if mode is Mode.AUTO else {}

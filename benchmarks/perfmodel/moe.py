@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
-from flashinfer.jit.sm12x.modules import multiplies_in_half
+from flashinfer.jit.sm12x.modules import computes_in_fp16
 from flashinfer.sm12x.instances import BLOCK_M, FORMATS, INSTANCES
 from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
 from flashinfer_sm12x.files import written_whole
@@ -221,7 +221,7 @@ def predicted_range(layer: MoELayer, mode: int, tokens: int) -> tuple[float, flo
     """
     tactics = planned(layer, mode, tokens)
     fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
-    if not fits or (multiplies_in_half() and not INSTANCES[tactics[0]].split_k):
+    if not fits or (computes_in_fp16() and not INSTANCES[tactics[0]].split_k):
         return None
     line = predict(layer, mode, tokens, tactics, fits)
     return line.fast, line.slow

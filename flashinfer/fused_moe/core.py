@@ -443,7 +443,7 @@ def cutlass_fused_moe_workspace_size(
         runs = kernels(where)
         if runs is None:
             return 0
-        modes = (Mode.HALF_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
+        modes = (Mode.BF16_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
         in_bf16 = not runs.device_class.mma_kinds
         return max(workspace_bytes(runs, problem._replace(mode=each), in_bf16) for each in modes)
     _reject_auto(mode, where)

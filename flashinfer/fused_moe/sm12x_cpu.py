@@ -32,7 +32,7 @@ def _activations(
     """The values that FC1 multiplies, float32 ``[M, H]``."""
     if problem.mode is Mode.W4A16:
         return input.float()
-    if problem.mode is Mode.HALF_INPUT:
+    if problem.mode is Mode.BF16_INPUT:
         return round_to_mxfp8(input)
     assert input_sf is not None
     blocks = problem.hidden // BLOCK_SIZE

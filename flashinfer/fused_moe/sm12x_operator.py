@@ -85,7 +85,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         call = routed(call)
     if asks_tuner:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():
-            other = Mode.HALF_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
+            other = Mode.BF16_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
             tuned_tactics(backend, problem._replace(mode=other), call, tactics)  # for calls of other sizes
         tactics = tuned_tactics(backend, problem, call, tactics)
     if launch(backend, problem, call, workspace, tactics):

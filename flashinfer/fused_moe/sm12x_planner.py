@@ -48,7 +48,7 @@ def plan_mode(mode: Mode, num_tokens: int, top_k: int, num_experts: int, device:
     if mode is not Mode.AUTO:
         return mode
     rows = expected_rows(num_tokens * top_k, num_experts)
-    return Mode.W4A16 if rows <= device.w4a16_rows else Mode.HALF_INPUT
+    return Mode.W4A16 if rows <= device.w4a16_rows else Mode.BF16_INPUT
 
 
 def most_exact_tokens(top_k: int, num_experts: int, device: DeviceClass = GB10) -> float:
@@ -204,7 +204,7 @@ def wanted_tactics(
 
 # --- for people: python -m flashinfer sm12x-plan --------------------------------------------------------------------
 
-MODES = {"auto": Mode.AUTO, "w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.HALF_INPUT, "w4a16": Mode.W4A16}
+MODES = {"auto": Mode.AUTO, "w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.BF16_INPUT, "w4a16": Mode.W4A16}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,9 +80,9 @@ class Mode(enum.IntEnum):
     """Format of the activations that MMAs multiply; the kernel module knows the first three by the same numbers."""
 
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
-    HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
+    BF16_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
     W4A16 = 2
-    AUTO = 3  # W4A16 or HALF_INPUT, by a call's tokens
+    AUTO = 3  # W4A16 or BF16_INPUT, by a call's tokens
 
     __hash__ = int.__hash__  # each call hashes its problem, and Enum's own is Python
 
@@ -98,7 +98,7 @@ MODES = {mode.value: mode for mode in Mode}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 INPUT_DTYPES = {
     Mode.MXFP8_INPUT: (torch.float8_e4m3fn,),
-    Mode.HALF_INPUT: HALF_DTYPES,
+    Mode.BF16_INPUT: HALF_DTYPES,
     Mode.W4A16: (torch.bfloat16,),
     Mode.AUTO: (torch.bfloat16,),
 }
@@ -106,7 +106,7 @@ BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16
 """Allowed dtypes of biases, by the output's dtype."""
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
-    Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
+    Mode.BF16_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.W4A16: "[fc1 weight scales, fc2 weight scales]; or, with NVFP4 weights, the 4 of W4A8, block scales "
     "torch.float8_e4m3fn",
     Mode.AUTO: "[fc1 weight scales, fc2 weight scales]",
@@ -202,7 +202,7 @@ def select_mode(
         if use_w4_group_scaling:
             return Mode.AUTO
         # A mode is not hashed here: torch.compile traces this function, and Dynamo of torch 2.11 cannot hash one.
-        return Mode.HALF_INPUT if input_dtype in HALF_DTYPES else Mode.MXFP8_INPUT
+        return Mode.BF16_INPUT if input_dtype in HALF_DTYPES else Mode.MXFP8_INPUT
     return Mode.W4A16 if use_w4_group_scaling else None
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
+from ..jit.sm12x.modules import computes_in_fp16, gen_dense_module
 from ..quantization import mx_cpu
 from ..quantization.block_scaled import LAYOUTS
 from ..sm12x.backend import Backend, plain_torch, workspace_size
@@ -150,7 +150,7 @@ def _mma_is_used(compute_dtype: Format, device: DeviceClass) -> bool:
     Cached, because modules are built once.
     """
     kind = FORMATS[compute_dtype].mma
-    return kind is None or (kind in device.mma_kinds and not multiplies_in_half(kind))
+    return kind is None or (kind in device.mma_kinds and not computes_in_fp16(kind))
 
 
 def gemm_compute_dtype(weights: str, token_format: int, device: DeviceClass) -> Format:

@@ -219,9 +219,9 @@ class VirtualDevice:
         Raises:
             The errors of building.
         """
-        from flashinfer.jit.sm12x.modules import multiplies_in_half
+        from flashinfer.jit.sm12x.modules import computes_in_fp16
 
-        key = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
+        key = (self.architecture, generate, arguments, computes_in_fp16(), computes_in_fp16("mxf4"))
         if key not in _modules:
             with compiling_for(self.architecture):
                 _modules[key] = generate(*arguments).build_and_load()

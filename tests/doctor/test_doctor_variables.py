@@ -141,7 +141,7 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
         "FLASHINFER_SM12X_MOE": lambda: devices.serves_cuda(0),
         "FLASHINFER_SM12X_VLLM": lambda: settings.resolve({}),
         "FLASHINFER_SM12X_CHECK": lambda: backend.checks_values(torch.device("cuda", 0)),
-        "FLASHINFER_SM12X_HALF_MMA": modules.multiplies_in_half,
+        "FLASHINFER_SM12X_HALF_MMA": modules.computes_in_fp16,
         "FLASHINFER_ALLOW_SHARED_CACHE": lambda: trust.require_trusted(Path("/")),
         "FLASHINFER_JIT_PREBUILD_MAX_JOBS": lambda: core.build_jit_specs([]),
         "FLASHINFER_VIRTUAL_DEVICE": lambda: backend.kernels(torch.device("cpu")),

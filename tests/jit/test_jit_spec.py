@@ -130,11 +130,11 @@ def test_widths_of_sums_at_their_edges(kind: str, workspace: Path, monkeypatch: 
     probed = workspace / modules.PROBE_FILE
     for bits, in_half in ((1, True), (narrowest - 1, True), (narrowest, False), (64, False), (None, False)):
         probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
-        assert modules.multiplies_in_half(kind) == in_half, bits
+        assert modules.computes_in_fp16(kind) == in_half, bits
     for bits in (0, 65, -1, 20.0, "20"):
         probed.write_text(json.dumps({"mma_sum_bits": {kind: bits}}))
         with pytest.raises(ValueError, match="it must be an integer from 1 to 64"):
-            modules.multiplies_in_half(kind)
+            modules.computes_in_fp16(kind)
 
 
 def test_no_architecture_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ NEVER = 1 << 14
 def switch(top_k: int, experts: int, device: DeviceClass = GB10) -> int:
     """The fewest tokens in W4A8, or :data:`NEVER`."""
     modes = (plan_mode(Mode.AUTO, tokens, top_k, experts, device) for tokens in range(NEVER))
-    return next((tokens for tokens, mode in enumerate(modes) if mode is Mode.HALF_INPUT), NEVER)
+    return next((tokens for tokens, mode in enumerate(modes) if mode is Mode.BF16_INPUT), NEVER)
 
 
 def arguments(tokens: int, mode: int, **changes: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_one_switch_divides_all_numbers_of_tokens(model: str, known: DeviceClass
     assert (at == NEVER) == (known is HOPPER), "Hopper multiplies in bfloat16 either way"
     for tokens in (1, at - 1, at, at + 1, 4 * at):
         exact = tokens < at or at == NEVER
-        expected = Mode.W4A16 if exact else Mode.HALF_INPUT
+        expected = Mode.W4A16 if exact else Mode.BF16_INPUT
         assert plan_mode(Mode.AUTO, tokens, layer.top_k, layer.experts, known) is expected
     for mode in set(Mode) - {Mode.AUTO}:
         assert plan_mode(mode, at, layer.top_k, layer.experts, known) is mode
@@ -61,10 +61,10 @@ def test_the_cpu_computes_either_mode_bit_for_bit() -> None:
         given = arguments(tokens, Mode.W4A16)
         got = flashinfer.cutlass_fused_moe(**given | BOTH)
         results = {
-            mode: flashinfer.cutlass_fused_moe(**arguments(tokens, mode)) for mode in (Mode.W4A16, Mode.HALF_INPUT)
+            mode: flashinfer.cutlass_fused_moe(**arguments(tokens, mode)) for mode in (Mode.W4A16, Mode.BF16_INPUT)
         }
-        assert not results[Mode.W4A16].equal(results[Mode.HALF_INPUT]), "the two round differently"
-        assert got.equal(results[Mode.W4A16 if tokens < at else Mode.HALF_INPUT])
+        assert not results[Mode.W4A16].equal(results[Mode.BF16_INPUT]), "the two round differently"
+        assert got.equal(results[Mode.W4A16 if tokens < at else Mode.BF16_INPUT])
 
 
 @pytest.mark.parametrize("known", CLASSES, ids=lambda known: known.key)
@@ -74,7 +74,7 @@ def test_a_launch_has_the_mode_of_its_tokens_and_no_global_scales(known: DeviceC
     for tokens in (1, 16, 4096) if at == NEVER else (1, at - 1, at, at + 1):
         flashinfer.cutlass_fused_moe(**arguments(tokens, Mode.W4A16) | BOTH)
         launch = module.launches[-1]
-        assert launch["mode"] == int(Mode.W4A16 if tokens < at else Mode.HALF_INPUT)
+        assert launch["mode"] == int(Mode.W4A16 if tokens < at else Mode.BF16_INPUT)
         assert launch["fc1_global"] is launch["fc2_global"] is None
 
 
@@ -89,7 +89,7 @@ def test_slots_of_all_tokens_are_spread_over_the_experts_of_all_ranks(
     named = {"ep_size": ranks, "ep_rank": 1, "enable_alltoall": enable_alltoall}
     for tokens in (at - 1, at):
         flashinfer.cutlass_fused_moe(**arguments(tokens, Mode.W4A16) | BOTH | named)
-        assert module.launches[-1]["mode"] == int(Mode.W4A16 if tokens < at else Mode.HALF_INPUT)
+        assert module.launches[-1]["mode"] == int(Mode.W4A16 if tokens < at else Mode.BF16_INPUT)
     spread = EXPERTS if enable_alltoall else ranks * EXPERTS
     tactics = []
     for tokens in range(1, at, 5):
@@ -103,7 +103,7 @@ def test_a_workspace_holds_either_mode(module: RecordingModule) -> None:
     sizes = 4096, 64, 32, EXPERTS, TOP_K
     flags = {"x_dtype": torch.bfloat16, "weight_dtype": torch.uint8, "device": torch.device("cpu"), **BOTH}
     assert flashinfer.fused_moe.cutlass_fused_moe_workspace_size(*sizes, **flags) > 0
-    assert {size[5] for size in module.sizes} == {int(Mode.HALF_INPUT), int(Mode.W4A16)}
+    assert {size[5] for size in module.sizes} == {int(Mode.BF16_INPUT), int(Mode.W4A16)}
 
 
 def test_tuning_times_both_modes(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_tuning_times_both_modes(module: RecordingModule, monkeypatch: pytest.Mo
     monkeypatch.setattr(AutoTuner.get(), "choose_one", choose_one)
     with autotune(True):
         flashinfer.cutlass_fused_moe(**layer_arguments(Mode.W4A16) | BOTH)
-    assert set(asked) == {int(Mode.HALF_INPUT), int(Mode.W4A16)}
+    assert set(asked) == {int(Mode.BF16_INPUT), int(Mode.W4A16)}
     assert len(asked) == 4, "FC1 and FC2 of each"
 
 

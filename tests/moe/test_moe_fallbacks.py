@@ -154,7 +154,7 @@ def expected(kind: Kind, form: Form, way: Way) -> Expected:
         if rows > 24:  # whose tactics are W4A8's
             kind, named = KINDS["W4A8"], {}
             if way.forced and set(way.forced) != {-1}:
-                return Expected(kind.mode, ("", ""), False, "^profile_ids is .* in mode HALF_INPUT")
+                return Expected(kind.mode, ("", ""), False, "^profile_ids is .* in mode BF16_INPUT")
     pair = next(name for limit, name in kind.pairs if rows <= limit)
     default = kind.stream if rows <= Fraction(9, 2) else pair
     asked = way.forced or way.tuned or (-1, -1)

@@ -168,14 +168,14 @@ def test_a_rate_is_of_cycles_and_nanoseconds() -> None:
 def test_the_width_is_left_for_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
     monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
-    assert not modules.multiplies_in_half()
+    assert not modules.computes_in_fp16()
     parts.write_sum_bits({"mxf8f6f4": 13, "mxf4": 25}, "NVIDIA GB10")
     assert modules.probed_sum_bits("mxf8f6f4") == 13
-    assert modules.multiplies_in_half() and not modules.multiplies_in_half("mxf4")
+    assert modules.computes_in_fp16() and not modules.computes_in_fp16("mxf4")
     parts.write_sum_bits({"mxf8f6f4": 25, "mxf4": 13}, "NVIDIA GB10")
-    assert not modules.multiplies_in_half() and modules.multiplies_in_half("mxf4")
+    assert not modules.computes_in_fp16() and modules.computes_in_fp16("mxf4")
     parts.write_sum_bits({"bf16": 25, "f16": 25}, "NVIDIA H200")  # which has no block-scaled MMAs
-    assert modules.probed_sum_bits("mxf8f6f4") is None and not modules.multiplies_in_half()
+    assert modules.probed_sum_bits("mxf8f6f4") is None and not modules.computes_in_fp16()
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

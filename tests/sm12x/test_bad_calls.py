@@ -233,9 +233,9 @@ MOE_BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"input": strided}, r"^input is .*strides \(320, 2\); it must be a contiguous tensor"),
         (
             {"input_sf": torch.zeros(1024, dtype=torch.uint8)},
-            "^input_sf is .*mode HALF_INPUT takes an unquantized input",
+            "^input_sf is .*mode BF16_INPUT takes an unquantized input",
         ),
-        ({"quant_scales": lambda s: s[::2]}, "^quant_scales is a list of 2; mode HALF_INPUT takes the 4 tensors"),
+        ({"quant_scales": lambda s: s[::2]}, "^quant_scales is a list of 2; mode BF16_INPUT takes the 4 tensors"),
     ],
     "MoE 2": [
         ({"input": lambda x: x.half()}, r"^input is torch.float16.*torch.bfloat16"),

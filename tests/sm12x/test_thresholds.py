@@ -101,7 +101,7 @@ def test_a_grouped_gemms_tile_is_taken_up_to_its_limit(known: DeviceClass, monke
 @EACH_CLASS
 def test_auto_is_exact_up_to_its_limit(known: DeviceClass, monkeypatch: pytest.MonkeyPatch) -> None:
     at = known.w4a16_rows if known.w4a16_rows < math.inf else 1e30
-    for rows, mode in ((at, Mode.W4A16), (math.nextafter(at, math.inf), Mode.HALF_INPUT)):
+    for rows, mode in ((at, Mode.W4A16), (math.nextafter(at, math.inf), Mode.BF16_INPUT)):
         monkeypatch.setattr(sm12x_planner, "expected_rows", lambda *_, rows=rows: rows)
         assert plan_mode(Mode.AUTO, 1, 1, 1, known) is (Mode.W4A16 if known.w4a16_rows == math.inf else mode)
         for other in set(Mode) - {Mode.AUTO}:

@@ -85,8 +85,8 @@ def test_the_layer_where_writes_come_late(streamed: bool, mode: Mode, seed: int)
 
 def run_prologue(device: VirtualDevice, seed: int) -> None:
     """Tokens are rounded and sorted by launches of their own; more entries than a GEMM's warp routes."""
-    inputs = make_moe_inputs(MoECase(132, 160, 96, 4, 2, int(Mode.HALF_INPUT)), seed)
-    output = run_moe(device, inputs, int(Mode.HALF_INPUT), tactics_of(Mode.HALF_INPUT, False))
+    inputs = make_moe_inputs(MoECase(132, 160, 96, 4, 2, int(Mode.BF16_INPUT)), seed)
+    output = run_moe(device, inputs, int(Mode.BF16_INPUT), tactics_of(Mode.BF16_INPUT, False))
     assert device.launches[0].grid[0] > 2
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 

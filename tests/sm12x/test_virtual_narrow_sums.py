@@ -211,7 +211,7 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
             assert spec.name.endswith("_half_mxf8f6f4") == half == (flag in spec.extra_cuda_cflags)
     for value, half in (("0", False), ("1", True)):
         monkeypatch.setenv(modules.HALF_MMA_VARIABLE, value)
-        assert modules.multiplies_in_half() == half
+        assert modules.computes_in_fp16() == half
     monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "yes")
     with pytest.raises(ValueError, match="FLASHINFER_SM12X_HALF_MMA is 'yes'; it may be 0, 1 or unset"):
         modules.gen_fused_moe_module()
@@ -243,4 +243,4 @@ def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
 def test_a_probes_file_that_is_none_is_named(text: str, workspace: Path) -> None:
     (workspace / modules.PROBE_FILE).write_text(text)
     with pytest.raises(ValueError, match=f"{modules.PROBE_FILE}.*[Rr]emove it, or probe again"):
-        modules.multiplies_in_half()
+        modules.computes_in_fp16()

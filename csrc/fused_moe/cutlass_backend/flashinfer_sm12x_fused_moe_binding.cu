@@ -111,7 +111,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
 
   const Element activation = a.shape.mode == MoeMode::kW4A16 ? Element::kBf16 : Element::kE4m3;
   a.input = input.data_ptr();
-  if (a.shape.mode == MoeMode::kHalfInput) a.input_type = scalar_type(input, "input");
+  if (a.shape.mode == MoeMode::kBf16Input) a.input_type = scalar_type(input, "input");
   a.input_sf = data_or_null<const uint8_t>(input_sf);
   TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
       << "MXFP8 input needs its scales (input_sf)";

@@ -12,7 +12,7 @@
 ``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x.doctor.probe``)
 ===============================  =================================================================
 
-If :func:`multiplies_in_half` holds for a kind, names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: MXFP8 tokens
+If :func:`computes_in_fp16` holds for a kind, names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: MXFP8 tokens
 (``mxf8f6f4``) or packed MXFP4 ones (``mxf4``) are then multiplied by half-precision MMAs with float32 sums.
 
 Each source holds one instance, generated from a template and the table in ``instances``, so that sources build in
@@ -116,7 +116,7 @@ def probed_sum_bits(kind: str) -> int | None:
     return found
 
 
-def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
+def computes_in_fp16(kind: str = "mxf8f6f4") -> bool:
     """Whether half-precision MMAs replace a kind of block-scaled MMA.
 
     They do on a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`. An SM120 keeps enough: others
@@ -365,7 +365,7 @@ def _spec(
     """``sources``, which lie in ``csrc``, and one of the template for each instance."""
     architectures = target_architectures()
     embed_ptx = variables.read(EMBED_PTX_VARIABLE)
-    in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
+    in_half = [kind for kind in mma_kinds if template and computes_in_fp16(kind)]
     name += "".join(f"_half_{kind}" for kind in in_half) + "_ptx" * embed_ptx
     cuda_flags = [
         *flags.cuda_flags(architectures, embed_ptx),

@@ -171,6 +171,6 @@ def probe_layer(target: Target, tell: Tell) -> None:
     if target.virtual is not None:
         return
     for line in layer.measure(target):
-        known = target.device_class is GB10 and not modules.multiplies_in_half()
+        known = target.device_class is GB10 and not modules.computes_in_fp16()
         expected = predicted.LAYER_US[line["tokens"]] if known else None
         tell(**{f"{line['tokens']} tokens": line | {"predicted": expected}})

@@ -114,7 +114,7 @@ struct ReadAhead {
 };
 
 // The format in which a MoE layer's caller gives activations, and in which they are multiplied.
-enum class MoeMode : int { kMxfp8Input = 0, kHalfInput = 1, kW4A16 = 2 };
+enum class MoeMode : int { kMxfp8Input = 0, kBf16Input = 1, kW4A16 = 2 };
 
 // The use of a tiled grouped GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {
@@ -229,11 +229,11 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(Element elem
   return static_cast<int64_t>(round_up(rows, kScaleChunkRows)) * scale_words(element, k) * kScaleChunkBlocks;
 }
 
-// Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from its up rows and one from its
+// Weight rows of a tile, in two M64 halves: one TMA box each. FC1 takes one half from its up rows and one from its
 // gate rows, if it has these, so that a thread ends up with both operands of SwiGLU.
 constexpr int kBlockM = 128;
-constexpr int kRowHalf = 64;
-static_assert(2 * kRowHalf == kBlockM);
+constexpr int kM64Rows = 64;
+static_assert(2 * kM64Rows == kBlockM);
 
 // routed rows that a block routes by itself instead of waiting for the prologue kernel.
 constexpr int kInKernelRoutedRows = 256;

@@ -57,7 +57,7 @@ inline Status encode_weights(const uint8_t* weights, Element element, int expert
   const cuuint64_t bytes = static_cast<cuuint64_t>(row_bytes(element, k));
   const cuuint64_t sizes[3] = {bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
   const cuuint64_t strides[2] = {bytes, bytes * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(swizzle_bytes), kRowHalf, 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(swizzle_bytes), kM64Rows, 1};
   const CUtensorMapSwizzle swizzle = swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                            : CU_TENSOR_MAP_SWIZZLE_32B;

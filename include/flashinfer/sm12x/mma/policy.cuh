@@ -139,7 +139,7 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
 // mma.sync has no native FP8 (ptxas converts both operands to half), so this policy dequantizes to half itself, which
 // is exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Element kComputeType, Element kWeights>
-struct HalfPolicy {
+struct Fp16Policy {
   static constexpr bool kE2m1 = kComputeType == Element::kE2m1;
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kCallsPerBlock = 1;
@@ -164,8 +164,8 @@ struct HalfPolicy {
                                                        const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
                                                        RowNans&) {
     uint32_t low[4], high[4];
-    to_halves_of_row(row, low);
-    to_halves_of_row(row_plus_8, high);
+    row_to_fp16(row, low);
+    row_to_fp16(row_plus_8, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* from) {
@@ -176,11 +176,11 @@ struct HalfPolicy {
     }
     const uint2 k = load_lane_tokens<kLaneTokenBytes>(from);
     if constexpr (kWeights == Element::kE4m3) {
-      return {{{to_halves(k.x), to_halves(k.x >> 16)}, {to_halves(k.y), to_halves(k.y >> 16)}}};
+      return {{{to_fp16(k.x), to_fp16(k.x >> 16)}, {to_fp16(k.y), to_fp16(k.y >> 16)}}};
     }
     const uint32_t first = __byte_perm(k.x, k.y, 0x5140);  // elements 0, 4, 1, 5
     const uint32_t second = __byte_perm(k.x, k.y, 0x7362);  // elements 2, 6, 3, 7
-    return {{{to_halves(first), to_halves(second)}, {to_halves(first >> 16), to_halves(second >> 16)}}};
+    return {{{to_fp16(first), to_fp16(second)}, {to_fp16(first >> 16), to_fp16(second >> 16)}}};
   }
   template <int kBlock, int kCall>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
@@ -197,14 +197,14 @@ struct HalfPolicy {
   }
 
  private:
-  static __device__ __forceinline__ uint32_t to_halves(uint32_t pair) {
+  static __device__ __forceinline__ uint32_t to_fp16(uint32_t pair) {
     if constexpr (kComputeType == Element::kE5m2) {
       return __byte_perm(pair, 0, 0x1404);  // an e5m2 byte is the upper byte of the half with the same value
     } else {
       return ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(pair));
     }
   }
-  static __device__ __forceinline__ void to_halves_of_row(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
+  static __device__ __forceinline__ void row_to_fp16(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
     if constexpr (kWeights == Element::kE2m1) {
       dequantize_to_fp16(row[0], pair);
     } else if constexpr (kWeights == Element::kE2m3) {
@@ -298,6 +298,6 @@ template <Element kComputeType, Element kWeights>
 using Policy = std::conditional_t<
     kComputeType == Element::kBf16, Bf16Policy<kWeights>,
     std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kComputeType),
-                       BlockScaledPolicy<kComputeType, kWeights>, HalfPolicy<kComputeType, kWeights>>>;
+                       BlockScaledPolicy<kComputeType, kWeights>, Fp16Policy<kComputeType, kWeights>>>;
 
 }  // namespace flashinfer::sm12x::mma

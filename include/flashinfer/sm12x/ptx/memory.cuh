@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
 }
 
 // Two bytes, and eight, aligned.
-__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+__device__ __forceinline__ uint32_t load_shared_16_bits(uint32_t address) {
   uint32_t half;
   asm("{\n\t.reg .u16 half;\n\tld.shared.u16 half, [%1];\n\tcvt.u32.u16 %0, half;\n\t}"
       : "=r"(half)

@@ -331,7 +331,7 @@ class WarpMma {
 
   // A block's scale, or its two.
   static __device__ __forceinline__ uint32_t load_scales(uint32_t address) {
-    return Shape::kScaleWords == 2 ? ptx::load_shared_half(address) : ptx::load_shared_byte(address);
+    return Shape::kScaleWords == 2 ? ptx::load_shared_16_bits(address) : ptx::load_shared_byte(address);
   }
 
   // Where a token step's partial sums go in the first stage (PartialPlace): over weights of the first K block, or to

@@ -124,11 +124,11 @@ struct Epilogue {
   }
 
   // FC1: global scale, bias, activation, and what FC2 reads: MXFP8 values with their scales, the same dequantized to
-  // bf16, or bf16 (W4A16). Half 0 of the M tile are 64 up rows, half 1 the matching gate rows, so that a thread has
-  // both operands of SwiGLU. Without gate rows the halves are 128 neighbouring rows, which take turns as half 0: the
-  // staging area holds 64.
+  // bf16, or bf16 (W4A16). M64 half 0 of the M tile are 64 up rows, M64 half 1 the matching gate rows, so that a thread
+  // has both operands of SwiGLU. Without gate rows the M64 halves are 128 neighbouring rows, which take turns as M64
+  // half 0: the staging area holds 64.
   __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
-    int first = half_row<Config>(p, work_tile.m_tile, 0);
+    int first = m64_row<Config>(p, work_tile.m_tile, 0);
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       activate(warp, lane, first);
@@ -140,7 +140,7 @@ struct Epilogue {
       }
       ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
       store_intermediate(warp, lane, first);
-      first += kRowHalf;
+      first += kM64Rows;
       if (gated<Config>(p) || turn == 1 || first >= inter()) break;
 #pragma unroll
       for (int i = 0; i < 4 * Config::kTokenSteps; ++i) accumulators[0][i / 4][i % 4] = accumulators[1][i / 4][i % 4];
@@ -250,11 +250,11 @@ struct Epilogue {
   // whole.
   __device__ __forceinline__ void store_intermediate(int warp, int lane, int first) const {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
-    constexpr int kTileBlocks = kRowHalf / kScaleBlock;
+    constexpr int kTileBlocks = kM64Rows / kScaleBlock;
     const int width = inter(), first_block = first / kScaleBlock;
     // FC2 copies whole K blocks of packed rows: the last rows' turn writes their padding.
     const int last_block = Config::kTokenScales ? width / kScaleBlock : kScaleChunkBlocks * k_blocks_of(width);
-    const bool last = first + kRowHalf >= width;
+    const bool last = first + kM64Rows >= width;
     const int blocks = last ? last_block - first_block : kTileBlocks;
     for (int i = 32 * warp + lane; i < work_tile.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
       const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
@@ -354,10 +354,10 @@ struct Epilogue {
   __device__ __forceinline__ void for_each_output(int warp, int lane, float scale, int64_t first_bias,
                                                   const Take& take) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int m64 = 0; m64 < 2; ++m64) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int row = work_tile.m_tile * kBlockM + half * kRowHalf + row_of(warp, lane, 2 * upper);
+        const int row = work_tile.m_tile * kBlockM + m64 * kM64Rows + row_of(warp, lane, 2 * upper);
         if (row >= p.rows) continue;
         const float bias =
             p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
@@ -367,7 +367,7 @@ struct Epilogue {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = token_of(warp, lane, step, parity);
             if (token >= work_tile.num_tokens) continue;
-            const float sum = Config::Policy::kAccumulatorScale * accumulators[half][step][2 * upper + parity];
+            const float sum = Config::Policy::kAccumulatorScale * accumulators[m64][step][2 * upper + parity];
             take(token, row, fmaf(sum, scale, bias));
           }
         }

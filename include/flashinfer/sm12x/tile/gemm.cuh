@@ -14,7 +14,7 @@
 //   K a stage       128 or 256               there, `block_k`
 //   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: as many as fit)
 //   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)
-//   weight rows     128, in two halves       kBlockM (types.h)
+//   weight rows     128, in two M64 halves   kBlockM (types.h)
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
 //                   1 producer
 //
@@ -28,7 +28,7 @@
 //   weights of the first stages -> full     wait for the launches in front
 //   wait for the launches in front          each K tile:
 //   each K tile:                              wait for full[stage]
-//     after the first round of the pipeline:  MMAs: 16 rows of each half a warp; of 128 tokens, half
+//     after the first round of the pipeline:  MMAs: 16 rows of each M64 half a warp; of 128 tokens, half
 //       wait for empty[stage], then           every thread arrives at empty[stage]
 //       weights -> full[stage]              each tile of the output:
 //     token rows -> full[stage]               if K is split among blocks: this one's sums to memory; the last

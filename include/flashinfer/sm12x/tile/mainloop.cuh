@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One K tile of one warp: 2 x 16 weight rows (16 of each half of the M tile) against the warp's tokens.
+// One K tile of one warp: 2 x 16 weight rows (16 of each M64 half of the M tile) against the warp's tokens.
 #pragma once
 
 #include <type_traits>
@@ -17,9 +17,9 @@ using Accumulators = float[2][Config::kTokenSteps][4];
 // Where this lane finds its operands in a stage; fixed for a work tile.
 template <class Config>
 struct OperandOffsets {
-  uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per half
+  uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per M64 half
   uint32_t swizzle;         // XOR for the index of the 16-byte vector of that row
-  int scale_row[2][2];      // scale word of rows g and g + 8, per half
+  int scale_row[2][2];      // scale word of rows g and g + 8, per M64 half
   int first_token;          // the warp's first, within the tile
   uint32_t tokens[2];       // byte offset of the lane's elements of even and of odd scale blocks of its first token
 };
@@ -32,14 +32,14 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
   const int row_group = 16 * (warp % 4);
   const int matrix_row = row_group + lane % 16;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
-    const int start = half_row<Config>(p, work_tile.m_tile, half);
+  for (int m64 = 0; m64 < 2; ++m64) {
+    at.weights[m64] = (m64 * kM64Rows + matrix_row) * Config::kFirstPitch;
+    const int start = m64_row<Config>(p, work_tile.m_tile, m64);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
-      const int chunk = (gated<Config>(p) ? half : 0) + row / kScaleChunkRows;
-      at.scale_row[half][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
+      const int chunk = (gated<Config>(p) ? m64 : 0) + row / kScaleChunkRows;
+      at.scale_row[m64][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
     }
   }
   // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9.
@@ -56,8 +56,8 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const GroupedG
   return at;
 }
 
-// Scales that a warp shares through shared memory where sums are scaled: those of its 32 rows (16 of each half) and of
-// its tokens, for the four scale blocks of a K block.
+// Scales that a warp shares through shared memory where sums are scaled: those of its 32 rows (16 of each M64 half) and
+// of its tokens, for the four scale blocks of a K block.
 template <class Config>
 struct WarpScales {
   float4* rows;
@@ -69,7 +69,7 @@ struct WarpScales {
   __device__ __forceinline__ void convert(const uint32_t* row_words, const int (&scale_row)[2][2],
                                           const uint32_t* token_words, int lane) const {
     __syncwarp();  // the last use is over
-    // Quad g of this warp knows the scale words of rows g and g + 8 of both halves; its lane t converts one of the
+    // Quad g of this warp knows the scale words of rows g and g + 8 of both M64 halves; its lane t converts one of the
     // four.
     const int t = lane % 4;
     const int word =
@@ -82,8 +82,8 @@ struct WarpScales {
     __syncwarp();
   }
 
-  __device__ __forceinline__ mma::FloatRowScales of_rows(int half, int block, int lane) const {
-    const float* scales = reinterpret_cast<const float*>(rows + 16 * half + lane / 4) + block;
+  __device__ __forceinline__ mma::FloatRowScales of_rows(int m64, int block, int lane) const {
+    const float* scales = reinterpret_cast<const float*>(rows + 16 * m64 + lane / 4) + block;
     return {scales[0], scales[4 * 8]};
   }
   __device__ __forceinline__ mma::FloatTokenScales of_tokens(int step, int block, int lane) const {
@@ -135,15 +135,15 @@ class StageScales {
                             token_words_ + k_block * Config::kBlockN, lane_);
     }
   }
-  __device__ __forceinline__ typename Policy::RowScales of_rows(int k_block, int half, int block) const {
+  __device__ __forceinline__ typename Policy::RowScales of_rows(int k_block, int m64, int block) const {
     if constexpr (kScaling == mma::Scaling::kInMma) {
-      return Policy::row_scales(row_words_ + k_block * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
+      return Policy::row_scales(row_words_ + k_block * kScaleChunkRows, at_.scale_row[m64][0], at_.scale_row[m64][1],
                                 lane_);
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
-      return float_scales_.of_rows(half, block, lane_);
+      return float_scales_.of_rows(m64, block, lane_);
     } else {
       const auto& held = held_[k_block * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
-      return {held[2 * half], held[2 * half + 1]};
+      return {held[2 * m64], held[2 * m64 + 1]};
     }
   }
   __device__ __forceinline__ typename Policy::TokenScales of_tokens(int k_block, int step, int block) const {
@@ -162,10 +162,10 @@ class StageScales {
   const uint32_t* token_words_;
   WarpScales<Config> float_scales_;
   int lane_;
-  uint32_t held_[Config::kScaleWords][4];  // scale words of rows g and g + 8 of each half
+  uint32_t held_[Config::kScaleWords][4];  // scale words of rows g and g + 8 of each M64 half
 };
 
-// A row of weights with a NaN gives NaN for every token. `nans`: those that this lane saw in its rows of each half.
+// A row of weights with a NaN gives NaN for every token. `nans`: those that this lane saw in its rows of each M64 half.
 template <class Config>
 __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
   if constexpr (Config::Policy::kCollectsNans) {
@@ -214,46 +214,46 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll kUnrolledKBlocks
   for (int k_block = 0; k_block < Config::kKBlocks; ++k_block) {
     if (kPlain || kScaleChunkBlocks * k_block < valid_blocks) scales.begin_k_block(k_block);  // others were not copied
-    // MXFP6's pairs, [half]: rows g and g + 8 of the first two blocks, then of the other two. Rows of 32 bytes are
+    // MXFP6's pairs, [m64]: rows g and g + 8 of the first two blocks, then of the other two. Rows of 32 bytes are
     // swizzled: the vector XOR address bit 7.
     uint32_t pairs[2][4];
     if constexpr (Config::kTwoPlanes) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t row = at.weights[half] / Config::kFirstPitch;
+      for (int m64 = 0; m64 < 2; ++m64) {
+        const uint32_t row = at.weights[m64] / Config::kFirstPitch;
         const uint32_t vector = (lane / 16) ^ (row >> 2 & 1);
-        ptx::load_matrix_x4(pairs[half], weights + Config::kFirstPlane + row * Config::kSecondPitch + 16 * vector);
+        ptx::load_matrix_x4(pairs[m64], weights + Config::kFirstPlane + row * Config::kSecondPitch + 16 * vector);
       }
     }
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
       // A matrix of ldmatrix is 16 bytes of 8 rows: one scale block of MXFP4 or of MXFP6's nibbles, half of one of
-      // MXFP8. row: [half][multiply() call of the pair of blocks]
+      // MXFP8. row: [m64][multiply() call of the pair of blocks]
       constexpr bool kTwoPlanes = Config::kTwoPlanes;
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
       constexpr int kFirstWords = kTwoPlanes ? 1 : kWeightWords;
       uint32_t row[2][2 / Policy::kBlocksPerCall][kWeightWords],
           row_plus_8[2][2 / Policy::kBlocksPerCall][kWeightWords];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int m64 = 0; m64 < 2; ++m64) {
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t matrices[4];
           const uint32_t vector = (kLoads * (4 * k_block + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
-          ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * vector);
+          ptx::load_matrix_x4(matrices, weights + at.weights[m64] + 16 * vector);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int matrix = 2 * load + i;
-            row[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i];
-            row_plus_8[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i + 1];
+            row[m64][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i];
+            row_plus_8[m64][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i + 1];
           }
         }
         if constexpr (kTwoPlanes) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            row[half][i][1] = pairs_of_lane(pairs[half][2 * kPair], i, lane);
-            row_plus_8[half][i][1] = pairs_of_lane(pairs[half][2 * kPair + 1], i, lane);
+            row[m64][i][1] = pairs_of_lane(pairs[m64][2 * kPair], i, lane);
+            row_plus_8[m64][i][1] = pairs_of_lane(pairs[m64][2 * kPair + 1], i, lane);
           }
         }
       }
@@ -272,10 +272,10 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
         typename Policy::Weights dequantized[2];
         typename Policy::RowScales row_scales[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          row_scales[half] = within_k(scales.of_rows(k_block, half, kBlock));
-          dequantized[half] = Policy::template dequantize<kBlock, kPlain>(
-              row[half][kBlock % 2], row_plus_8[half][kBlock % 2], row_scales[half], nans[half]);
+        for (int m64 = 0; m64 < 2; ++m64) {
+          row_scales[m64] = within_k(scales.of_rows(k_block, m64, kBlock));
+          dequantized[m64] = Policy::template dequantize<kBlock, kPlain>(
+              row[m64][kBlock % 2], row_plus_8[m64][kBlock % 2], row_scales[m64], nans[m64]);
         }
         auto multiply_steps = [&](int first_step, const auto& operands, auto call_constant) {
 #pragma unroll
@@ -283,9 +283,9 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
             const int step = first_step + i;
             const auto token_scales = within_k(scales.of_tokens(k_block, step, kBlock));
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int m64 = 0; m64 < 2; ++m64) {
               Policy::template multiply<kBlock, decltype(call_constant)::value>(
-                  accumulators[half][step], dequantized[half], operands[i], row_scales[half], token_scales);
+                  accumulators[m64][step], dequantized[m64], operands[i], row_scales[m64], token_scales);
             }
           }
         };

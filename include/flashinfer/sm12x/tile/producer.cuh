@@ -135,13 +135,13 @@ class Producer {
           Config::kTokenScales ? 0 : k_blocks_in(at.k_tile) * at.work_tile.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = half_row<Config>(p, at.work_tile.m_tile, half), first = at.k_tile * Config::kWeightBytes;
+      for (int m64 = 0; m64 < 2; ++m64) {
+        const int row = m64_row<Config>(p, at.work_tile.m_tile, m64), first = at.k_tile * Config::kWeightBytes;
         uint8_t* to = shared.weights(stage);
-        ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.work_tile.expert,
+        ptx::tensor_copy_3d(to + m64 * kM64Rows * Config::kFirstPitch, &p.weights, first, row, at.work_tile.expert,
                             shared.full(stage));
         if constexpr (Config::kTwoPlanes) {
-          to += Config::kFirstPlane + half * kRowHalf * Config::kSecondPitch;
+          to += Config::kFirstPlane + m64 * kM64Rows * Config::kSecondPitch;
           ptx::tensor_copy_3d(to, &p.second_plane, first + valid / kScaleBlock * kNibbleBytes, row, at.work_tile.expert,
                               shared.full(stage));
         }
@@ -224,12 +224,12 @@ class Producer {
   __device__ __forceinline__ int num_scale_chunks(int m_tile) const {
     if constexpr (Config::kRole != Role::kFc1) return 1;
     if (!gated<Config>(p)) return 1;
-    return half_row<Config>(p, m_tile, 1) % kScaleChunkRows > kRowHalf ? 3 : 2;
+    return m64_row<Config>(p, m_tile, 1) % kScaleChunkRows > kM64Rows ? 3 : 2;
   }
   // Clamped: a tile may reach past the last row block; those rows are never stored, but what is read was written.
   __device__ __forceinline__ int chunk_block(int m_tile, int chunk) const {
-    const int block = chunk == 0 ? half_row<Config>(p, m_tile, 0) / kScaleChunkRows
-                                 : half_row<Config>(p, m_tile, 1) / kScaleChunkRows + chunk - 1;
+    const int block = chunk == 0 ? m64_row<Config>(p, m_tile, 0) / kScaleChunkRows
+                                 : m64_row<Config>(p, m_tile, 1) / kScaleChunkRows + chunk - 1;
     return min(block, ceil_div(p.rows, kScaleChunkRows) - 1);
   }
 

@@ -64,7 +64,7 @@ struct GemmConfig {
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kKBlocks * kBlockN : 0;
 
   // FC1 leaves its intermediate tile (64 values a token) here before it goes to memory in 16-byte pieces.
-  static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
+  static constexpr int kStagingPitch = kM64Rows / kScaleBlock * kBlockBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kBlockN * kStagingPitch : 0;
 
   // On Hopper the pipeline of bf16 rows takes what its blocks leave of shared memory; rows of 8 bits keep their stages.
@@ -141,20 +141,20 @@ struct SharedStorage {
   __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
 };
 
-// Whether the halves of an M tile are up rows and the matching gate rows; else they are neighbouring rows.
+// Whether the M64 halves of an M tile are up rows and the matching gate rows; else they are neighbouring rows.
 template <class Config>
 __device__ __forceinline__ bool gated(const GroupedGemmParams<Config::kRole>& p) {
   if constexpr (Config::kRole == Role::kFc1) return p.epilogue.activation.gated;
   return false;
 }
 
-// First weight row of half `half` of an M tile.
+// First weight row of half `m64` of an M tile.
 template <class Config>
-__device__ __forceinline__ int half_row(const GroupedGemmParams<Config::kRole>& p, int m_tile, int half) {
+__device__ __forceinline__ int m64_row(const GroupedGemmParams<Config::kRole>& p, int m_tile, int m64) {
   if constexpr (Config::kRole == Role::kFc1) {
-    if (gated<Config>(p)) return (half == 0 ? 0 : p.rows / 2) + m_tile * kRowHalf;
+    if (gated<Config>(p)) return (m64 == 0 ? 0 : p.rows / 2) + m_tile * kM64Rows;
   }
-  return m_tile * kBlockM + half * kRowHalf;
+  return m_tile * kBlockM + m64 * kM64Rows;
 }
 
 }  // namespace flashinfer::sm12x

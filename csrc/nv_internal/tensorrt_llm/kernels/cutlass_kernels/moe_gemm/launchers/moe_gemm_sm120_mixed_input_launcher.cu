@@ -40,7 +40,7 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   const size_t intermediate_bytes = s.inter * std::max(routed_rows, fused_moe_tokens * s.top_k * sizeof(float));
   w.intermediate = arena.take<uint8_t>(std::max(intermediate_bytes, as_bf16 ? packed_bytes(routed_rows, s.inter) : 0));
   w.intermediate_scales = arena.take<uint8_t>(routed_rows * kScaleChunkBlocks * scale_words(s.inter));
-  const size_t quantized_bytes = s.mode == MoeMode::kHalfInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
+  const size_t quantized_bytes = s.mode == MoeMode::kBf16Input ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
   const size_t packed_rows = as_bf16 ? routed_rows : fused_moe_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
   w.token_scales = arena.take<uint8_t>(
@@ -57,7 +57,7 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
 
 TokenRows input_rows(const MoeArguments& a) {
   TokenFormat format = TokenFormat::kBf16;
-  if (a.shape.mode == MoeMode::kHalfInput) {
+  if (a.shape.mode == MoeMode::kBf16Input) {
     format = a.input_type == ScalarType::kF16 ? TokenFormat::kQuantizeF16 : TokenFormat::kQuantizeBf16;
   } else if (a.shape.mode == MoeMode::kMxfp8Input) {
     format = a.swizzled_input_sf ? TokenFormat::kMxfp8Swizzled : TokenFormat::kMxfp8Linear;
@@ -190,7 +190,7 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
   prologue.hidden = s.hidden;
   prologue.quantized = w.tokens;
   prologue.quantized_scales = w.token_scales;
-  if (mxfp8 && s.mode == MoeMode::kHalfInput) {
+  if (mxfp8 && s.mode == MoeMode::kBf16Input) {
     prologue.format = input_rows(a).format;
     prologue.input = a.input;
   } else if (repack) {
@@ -223,7 +223,7 @@ Status run_two_kernels(const MoeArguments& a, const MoeWorkspace& w, const Launc
   route(fc1);
   route(fc2);
 
-  const bool from_workspace = !mxfp8 || s.mode == MoeMode::kHalfInput;
+  const bool from_workspace = !mxfp8 || s.mode == MoeMode::kBf16Input;
   fc1.tokens = from_workspace ? w.tokens : static_cast<const uint8_t*>(a.input);
   if (mxfp8) {
     const bool scales_from_workspace = from_workspace || repack;

@@ -23,7 +23,7 @@ struct MoeShape {
 struct MoeArguments {
   MoeShape shape;
   const void* input;
-  ScalarType input_type;    // kHalfInput: kBf16 or kF16
+  ScalarType input_type;    // kBf16Input: kBf16 or kF16
   const uint8_t* input_sf;  // kMxfp8Input
   bool swizzled_input_sf;
   const int32_t* ids;            // [tokens, top_k] global expert ids
