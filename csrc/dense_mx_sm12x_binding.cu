@@ -80,7 +80,7 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
     a.weights_first = weights_first;
     a.ranks = extras.ranks;
     a.norm = extras.norm;
-    a.next = read_ahead_of(extras.next_weights, options);
+    a.next = l2_prefetch_of(extras.next_weights, options);
     int left = 0;
     check_status(run_split_k_dense(a, options, &left));
     if (extras.ranks != nullptr) *extras.ranks_of_token = left;

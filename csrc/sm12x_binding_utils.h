@@ -68,7 +68,7 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
 
 // The beginning of a tensor that the next launch reads, for prefetching: a twelfth of L2, about as much as memory
 // brings between two launches. With more, other blocks would wait for their own bytes.
-inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
+inline L2Prefetch l2_prefetch_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
   constexpr int kReadAheadShare = 12;
   if (!tensor.has_value()) return {};
   const tvm::ffi::TensorView& view = tensor.value();

@@ -139,7 +139,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.shape.as_bf16 = a.fc1_instance->has_two_kernels() && a.fc1_instance->compute_type == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);
-  a.next = read_ahead_of(next_weights, options);
+  a.next = l2_prefetch_of(next_weights, options);
   if (!takes_sms(*a.fc1_instance, options)) return false;
   check_status(run_moe(a, options));
   return true;

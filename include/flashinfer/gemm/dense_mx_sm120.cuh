@@ -27,7 +27,7 @@ struct DenseArguments {
   bool weights_first;
   uint64_t* ranks;
   RowNorm norm;
-  ReadAhead next;
+  L2Prefetch next;
 
   // A GEMM takes these.
   uint8_t* workspace;

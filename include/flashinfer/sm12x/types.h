@@ -108,7 +108,7 @@ constexpr int kRouterMaxExperts = 512;  // columns of a router's logits: the exp
 
 // Memory that the next launches read in any case. Blocks prefetch it into L2 once they have requested all of their own
 // weights. It changes no result.
-struct ReadAhead {
+struct L2Prefetch {
   const void* data;  // aligned to 16, or null
   int64_t bytes;  // a multiple of 16
 };

@@ -24,7 +24,7 @@
 //   weight rows        16, 32 or 64         SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // bfloat16 tokens of a narrow tile may be normed as they are loaded (RowNorm). A warp that has no more stages to fill
-// prefetches for the next launch (ReadAhead).
+// prefetches for the next launch (L2Prefetch).
 //
 // Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
 // in bfloat16 whatever the format (NVFP4's global scale is `alpha`), so that one kind of MMA serves all.
@@ -320,7 +320,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
             load_slice(g, pipeline, state.stage, next.weight_work_tile(), slice, lane);
           } else if (!ahead) {
             ahead = true;
-            read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
+            prefetch_next(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
           }
         }
         state.advance(pipeline.stages);
@@ -350,7 +350,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     }
     first_state.advance(epilogue_warps * g.slices, pipeline.stages);
   }
-  if (!ahead) read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
+  if (!ahead) prefetch_next(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
 }
 
 template <class Shape>

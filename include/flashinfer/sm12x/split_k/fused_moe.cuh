@@ -22,7 +22,7 @@
 //   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the
-// producer warp), empty and warmed_up 384 (all MMA threads), intermediate_ready 1, kRoutedBarrier 512, kEpilogueBarrier
+// producer warp), empty and prewarmed 384 (all MMA threads), intermediate_ready 1, kRoutedBarrier 512, kEpilogueBarrier
 // 128.
 //
 //   E1 initializes the barriers. With more than kFewRoutedRows routed rows all threads wait for the launch in front, then write
@@ -32,9 +32,9 @@
 //   MMA warps                                epilogue warps
 //   multiply an M16 fragment of zeros, which fetches  wait for the launch in front; E0 routes
 //     code, unless routing may need its      (by logits all choose, and meet first);
-//     stage; arrive at warmed_up             kEpilogueBarrier; arrive at kRoutedBarrier
+//     stage; arrive at prewarmed             kEpilogueBarrier; arrive at kRoutedBarrier
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
-//                                              pipeline's last one after warmed_up
+//                                              pipeline's last one after prewarmed
 //   each work tile of the block:             every producer warp, each work tile that it finishes:
 //     of another tile than before: tokens      wait for empty[stage]
 //       from global memory into registers,     of each M16 fragment: read its biases; add the partial sums of the
@@ -52,7 +52,7 @@
 // kEpilogueBarrier again. FC1's counter begins at zero, and block 0 makes it so again behind FC2's barrier, when all
 // are through with FC1's; FC2's may begin anywhere.
 //
-// A warp that has no more stages to fill prefetches for the next launch (ReadAhead).
+// A warp that has no more stages to fill prefetches for the next launch (L2Prefetch).
 //
 // A stage holds a work tile's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A
 // block's work tile u has stage u % stages. Warp w of the F producers finishes work tiles w, w + F, ...; it then
@@ -213,31 +213,31 @@ class FusedMoeMma {
   __device__ __forceinline__ FusedMoeMma(const FusedMoeShared& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a warm-up without tokens, which only fetches code: behind a pipeline full of weights, that
+  // Each GEMM begins with a prewarm without tokens, which only fetches code: behind a pipeline full of weights, that
   // fetch would take microseconds. FC1's multiplies an M16 fragment of zeros, as for a narrow tile, while routing and,
   // with few routed rows, the packing of tokens are under way. FC2's multiplies nothing; other blocks are at FC1
-  // meanwhile. It must be this loop, not a copy of its code. Its passes: FC1's warm-up, FC1's work ranges, FC2's
-  // warm-up, which ends at intermediate_ready, FC2's work ranges.
+  // meanwhile. It must be this loop, not a copy of its code. Its passes: FC1's prewarm, FC1's work ranges, FC2's
+  // prewarm, which ends at intermediate_ready, FC2's work ranges.
   __device__ __forceinline__ void multiply_work_tiles(const FusedMoeParams& p) {
     enter(p.gemm[0]);
-    bool warm_up = true;
+    bool prewarm = true;
     TokenTile tile = {};  // no tokens
     FusedMoeScheduler scheduler;  // at FC1, before its first work range
-    FusedMoeScheduler::WorkRange range = {0, prepare_warm_up() ? 1 : 0};
+    FusedMoeScheduler::WorkRange range = {0, prepare_prewarm() ? 1 : 0};
     state_ = {shared.stages - 1, 1};  // the M16 fragment of zeros' stage, in a phase that counts as complete
 #pragma unroll 1
     for (;;) {
       if (warp_mma_.works()) load_tokens(p, scheduler.gemm, tile);
-      if (!warm_up || scheduler.gemm == 0) multiply(range, tile.count(), !warm_up);
-      if (warm_up && scheduler.gemm == 1) {
-        warm_up = false;
+      if (!prewarm || scheduler.gemm == 0) multiply(range, tile.count(), !prewarm);
+      if (prewarm && scheduler.gemm == 1) {
+        prewarm = false;
         ptx::mbarrier_wait(shared.intermediate_ready(), 0);
         tile = shared.tiles()[scheduler.tile];
         continue;
       }
-      if (warm_up) {
+      if (prewarm) {
         state_ = {};
-        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, as at `empty`
+        ptx::mbarrier_arrive(shared.prewarmed());  // every lane, as at `empty`
         // Epilogue warps arrive behind their wait for the grid in front, which packed the tokens.
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
       }
@@ -245,8 +245,8 @@ class FusedMoeMma {
       const int before = scheduler.gemm;
       range = scheduler.next_work_range(p, shared);
       if (scheduler.ended()) break;
-      warm_up = scheduler.gemm != before;
-      if (warm_up) {
+      prewarm = scheduler.gemm != before;
+      if (prewarm) {
         tile = {};
         enter(p.gemm[1]);
       } else {
@@ -268,8 +268,8 @@ class FusedMoeMma {
     }
   }
 
-  // Zeros for one M16 fragment in the last stage, which is filled behind the warm-up; not where routing works.
-  __device__ __forceinline__ bool prepare_warm_up() const {
+  // Zeros for one M16 fragment in the last stage, which is filled behind the prewarm; not where routing works.
+  __device__ __forceinline__ bool prepare_prewarm() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
     if (!warp_mma_.works() || stage < FusedMoeStorage::kRouting) return false;
     warp_mma_.clear(stage, high_row_offset_);
@@ -342,7 +342,7 @@ class FusedMoeEpilogue {
       } else {
         ptx::mbarrier_wait(shared.full(stage - warps_), 0);
       }
-      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
+      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.prewarmed(), 0);
       load(stage);
     }
     // This warp refills the stages that it empties with its own work tiles' successors, a pipeline further on.
@@ -352,7 +352,7 @@ class FusedMoeEpilogue {
     grid_barrier(p.barrier_counters, 0);
     if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.intermediate_ready());
     for (; has_stages && !to_finish_.ended(); next()) finish<1>();
-    if (has_stages && !ahead_) ask_ahead();
+    if (has_stages && !prefetched_) prefetch_for_next();
     grid_barrier(p.barrier_counters + 1, done_before);
     if (blockIdx.x == 0 && warp_ == 0 && lane_ == 0) *p.barrier_counters = 0;  // all are through with it
     sum_outputs();
@@ -362,7 +362,7 @@ class FusedMoeEpilogue {
   // The next of the work tiles to fill with, if there is one.
   __device__ __forceinline__ void load(int stage) {
     if (to_load_.ended()) {
-      if (!ahead_) ask_ahead();
+      if (!prefetched_) prefetch_for_next();
       return;
     }
     if (ptx::elect_one()) {
@@ -374,9 +374,9 @@ class FusedMoeEpilogue {
     to_load_.advance(p, shared);
   }
 
-  __device__ __forceinline__ void ask_ahead() {
-    ahead_ = true;
-    read_ahead(p.next, static_cast<int>(blockIdx.x) * warps_ + warp_, static_cast<int>(gridDim.x) * warps_);
+  __device__ __forceinline__ void prefetch_for_next() {
+    prefetched_ = true;
+    prefetch_next(p.next, static_cast<int>(blockIdx.x) * warps_ + warp_, static_cast<int>(gridDim.x) * warps_);
   }
 
   __device__ __forceinline__ void next() {
@@ -495,7 +495,7 @@ class FusedMoeEpilogue {
   const FusedMoeShared& shared;
   int warp_, lane_;
   int warps_;
-  bool ahead_ = false;  // the next launch's data has been prefetched
+  bool prefetched_ = false;  // the next launch's data has been prefetched
   PipelineState state_;
   StridedWorkTiles to_load_, to_finish_;
 };
@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) fused_moe_kernel(const __
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.intermediate_ready(), 1);
-      ptx::mbarrier_init(shared.warmed_up(), 32 * Config::kMmaWarps);
+      ptx::mbarrier_init(shared.prewarmed(), 32 * Config::kMmaWarps);
       // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
       ptx::prefetch_tensor_map(&p.gemm[0].scales);
       ptx::prefetch_tensor_map(&p.gemm[1].scales);

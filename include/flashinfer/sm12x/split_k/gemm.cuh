@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_slice(const SplitKGemm& g, const Pipeline& 
 
 // Prefetches share `share` of `shares` of what the next launch reads; each producer warp takes one. All lanes
 // call.
-__device__ __forceinline__ void read_ahead(const ReadAhead& next, int share, int shares) {
+__device__ __forceinline__ void prefetch_next(const L2Prefetch& next, int share, int shares) {
   const int64_t sixteens = next.bytes / 16;
   const int64_t begin = sixteens * share / shares, end = sixteens * (share + 1) / shares;
   if (begin < end && ptx::elect_one()) {

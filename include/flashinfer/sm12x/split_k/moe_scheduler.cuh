@@ -81,8 +81,8 @@ struct FusedMoeShared : SplitKPipeline<FusedMoeStorage::kPipeline> {
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
   __device__ __forceinline__ uint64_t* intermediate_ready() const { return barrier(2 * kMaxSplitKStages); }
-  // The MMA warps have warmed up in the last stage.
-  __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxSplitKStages + 1); }
+  // The MMA warps have prewarmed in the last stage.
+  __device__ __forceinline__ uint64_t* prewarmed() const { return barrier(2 * kMaxSplitKStages + 1); }
 
  private:
   template <class T>

@@ -201,7 +201,7 @@ struct DenseParams {
   int num_tokens;
   bool weights_first;  // weights do not depend on the launch in front: they may be read before it ends
   RowNorm norm;
-  ReadAhead next;
+  L2Prefetch next;
   StoreEpilogue epilogue;  // its output may be null where there are ranks
   // [num_tokens][blocks][epilogue warps], or null: rank of the largest output that each epilogue warp has seen.
   uint64_t* ranks;
@@ -236,7 +236,7 @@ struct FusedMoeParams {
   float* intermediate;  // [routed_rows, inter], in permuted order
   float* partial_outputs;  // [routed_rows, hidden], by routed row
   unsigned* barrier_counters;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
-  ReadAhead next;
+  L2Prefetch next;
   void* output;  // [tokens, hidden]
   ScalarType output_type;
   int stages;

@@ -36,7 +36,7 @@ struct MoeArguments {
 
   // Only a fused MoE kernel takes these. `router` replaces ids and weights. `barrier`: two counters of the caller's,
   // [0] zero before and after each launch; null: the workspace's, which a launch in front makes zero.
-  ReadAhead next;
+  L2Prefetch next;
   RouterLogits router;
   unsigned* barrier;
   uint8_t* workspace;
