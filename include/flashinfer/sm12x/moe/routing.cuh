@@ -6,8 +6,8 @@
 //   route_with_one_warp  GEMM kernels, few routed rows: in registers, no launch of its own
 //   sort_routed_rows     prologue.cuh, any number: a count of each of sixteen warps
 //   route_many           split_k/moe_scheduler.cuh: routed rows in shared memory; tiles of tokens come of the same pass
-//   route_few            split_k/moe_scheduler.cuh, up to 32 routed rows: one a lane, since nothing hides what one token's
-//                        routing takes
+//   route_few            split_k/moe_scheduler.cuh, up to 32 routed rows, one a lane: latency that is not overlapped
+//                        with loads
 //
 // Stable and free of floating point, hence the same order on every run.
 #pragma once

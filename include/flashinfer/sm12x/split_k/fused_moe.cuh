@@ -19,20 +19,21 @@
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the pipeline
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxSplitKStages
-//   rows of a work tile  16, 32 or 64       SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
+//   work tile's rows   16, 32 or 64         SplitKGemmPlan (params.h): an M16 fragment for each group of MMA warps
 //
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the
 // producer warp), empty and prewarmed 384 (all MMA threads), intermediate_ready 1, kRoutedBarrier 512, kEpilogueBarrier
 // 128.
 //
-//   E1 initializes the barriers. With more than kFewRoutedRows routed rows all threads wait for the launch in front, then write
-//   each routed row's expert into the pipeline, whose memory routing uses until the first stage is filled.
+//   E1 initializes the barriers. With more than kFewRoutedRows routed rows all threads wait for the launch in front,
+//   then write each row's expert into the pipeline, whose memory routing uses until the first stage is loaded.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
-//   multiply an M16 fragment of zeros, which fetches  wait for the launch in front; E0 routes
-//     code, unless routing may need its      (by logits all choose, and meet first);
-//     stage; arrive at prewarmed             kEpilogueBarrier; arrive at kRoutedBarrier
+//   multiply an M16 fragment of zeros,       wait for the launch in front; E0 routes
+//     which fetches code, unless routing       (by logits all choose, and meet first);
+//     may need its stage; arrive at          kEpilogueBarrier; arrive at kRoutedBarrier
+//     prewarmed
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              pipeline's last one after prewarmed
 //   each work tile of the block:             every producer warp, each work tile that it finishes:
