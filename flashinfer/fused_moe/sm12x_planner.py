@@ -177,15 +177,13 @@ def wanted_tactics(
             f"{mode.name}, one of {named}"
         )
     named_rows = [None if number == -1 else allowed[numbers.index(number)] for number in profile_ids]
-    pairs = problem.num_tokens * problem.top_k
+    routed_rows = problem.num_tokens * problem.top_k
     for row in named_rows:
-        if row is not None and not row.takes(pairs, problem.hidden, problem.inter):
+        if row is not None and not row.takes(routed_rows, problem.hidden, problem.inter):
             raise ValueError(
-                f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_ROUTED_ROWS} routed rows (tokens x top_k), and "
-                "hidden and "
-                f"intermediate sizes up to {row.longest_k}, but this call has {pairs} pairs and the sizes "
-                f"{problem.hidden} "
-                f"and {problem.inter}: pass other tactics, or -1"
+                f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_ROUTED_ROWS} routed rows "
+                f"(tokens x top_k), and hidden and intermediate sizes up to {row.longest_k}, but this call has "
+                f"{routed_rows} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1"
             )
     fc1, fc2 = (-1 if row is None else row.index for row in named_rows)
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:

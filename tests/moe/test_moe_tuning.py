@@ -213,9 +213,9 @@ def test_a_fused_moe_tactic_refuses_what_it_cannot_take(row) -> None:
         problem = largest._replace(**beyond)
         with pytest.raises(
             ValueError,
-            match=rf"^profile_ids is \[{row.profile_id}, -1\]; {row.name} takes at most 1536 routed rows \(tokens x top_k\), and "
-            rf"hidden and intermediate sizes up to {longest}, but this call has {4 * problem.num_tokens} pairs and the "
-            rf"sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
+            match=rf"^profile_ids is \[{row.profile_id}, -1\]; {row.name} takes at most 1536 routed rows "
+            rf"\(tokens x top_k\), and hidden and intermediate sizes up to {longest}, but this call has "
+            rf"{4 * problem.num_tokens} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
         ):
             wanted_tactics([row.profile_id, -1], problem)
 
