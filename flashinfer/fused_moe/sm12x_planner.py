@@ -183,7 +183,8 @@ def wanted_tactics(
             raise ValueError(
                 f"profile_ids is {profile_ids}; {row.name} takes at most {FUSED_MOE_ROUTED_ROWS} routed rows "
                 f"(tokens x top_k), and hidden and intermediate sizes up to {row.longest_k}, but this call has "
-                f"{routed_rows} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1"
+                f"{routed_rows} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other "
+                "tactics, or -1"
             )
     fc1, fc2 = (-1 if row is None else row.index for row in named_rows)
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:

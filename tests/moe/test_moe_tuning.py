@@ -215,7 +215,8 @@ def test_a_fused_moe_tactic_refuses_what_it_cannot_take(row) -> None:
             ValueError,
             match=rf"^profile_ids is \[{row.profile_id}, -1\]; {row.name} takes at most 1536 routed rows "
             rf"\(tokens x top_k\), and hidden and intermediate sizes up to {longest}, but this call has "
-            rf"{4 * problem.num_tokens} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other tactics, or -1",
+            rf"{4 * problem.num_tokens} routed rows and the sizes {problem.hidden} and {problem.inter}: pass other "
+            "tactics, or -1",
         ):
             wanted_tactics([row.profile_id, -1], problem)
 
