@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dense, this fork": ("dense_layer", "Role)2", "dequantize_rows", "pack_rows", "row_top_k", "chunk_top_k"),
     "routing": ("router_", "topk", "routing"),
     "MoE": (
-        "streamed_layer",
+        "fused_moe_kernel",
         "grouped_gemm",
         "moe",
         "Moe",

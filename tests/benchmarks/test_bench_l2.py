@@ -32,15 +32,15 @@ int main() {
       offsets[e + 1] = offsets[e] + rows;
       prefix[e + 1] = prefix[e] + (rows + TILE - 1) / TILE;
     }
-    const UnitMap<TILE> units = {offsets, prefix, experts, m_tiles};
-    const WorkSplit work(units.num_units(), k_tiles, blocks);
+    const WorkTileMap<TILE> work_tiles = {offsets, prefix, experts, m_tiles};
+    const WorkSplit work(work_tiles.num_work_tiles(), k_tiles, blocks);
     for (blockIdx.x = 0; blockIdx.x < work.blocks; ++blockIdx.x) {
       TileScheduler scheduler(work);
-      for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
-        const Unit unit = units.locate(tile.unit);
-        for (int k = tile.first; k < tile.first + tile.tiles; ++k) {
-          std::printf("%d %d %d %d %d\n", blockIdx.x, unit.expert, unit.block_m,
-                      (unit.first_token - offsets[unit.expert]) / TILE, k);
+      for (KRange range = scheduler.next(); range.tiles > 0; range = scheduler.next()) {
+        const WorkTile tile = work_tiles.locate(range.work_tile);
+        for (int k = range.first; k < range.first + range.tiles; ++k) {
+          std::printf("%d %d %d %d %d\n", blockIdx.x, tile.expert, tile.m_tile,
+                      (tile.first_token - offsets[tile.expert]) / TILE, k);
         }
       }
     }

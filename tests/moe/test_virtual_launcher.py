@@ -339,8 +339,8 @@ def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice)
     n, k, far, rows, tile = 4096, 2080, 1 << 19, 5, 8  # tokens, too, lie beyond 2^31 bytes
     header = f"{KERNELS}/split_k/dense.cuh"
     changes: Changes = (
-        (header, "unit(step), tile(0)", f"unit(step), tile({far // tile})"),
-        (header, "steps(units * tiles)", f"steps(units * (tiles - {far // tile}))"),
+        (header, "work_tile(step), tile(0)", f"work_tile(step), tile({far // tile})"),
+        (header, "steps(work_tiles * tiles)", f"steps(work_tiles * (tiles - {far // tile}))"),
         (header, "for (int first = 0; first < p.num_tokens;", f"for (int first = {far}; first < p.num_tokens;"),
     )
     module = with_changes(device, MXFP4_DENSE, changes, "dense_mxfp4_m8_w2")
