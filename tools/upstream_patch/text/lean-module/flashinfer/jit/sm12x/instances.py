@@ -16,8 +16,9 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
-# take flashinfer/sm12x/instances.py: MAX_EXPERTS FUSED_MOE_ROUTED_ROWS Format Layer ElementFormat FORMATS _MULTIPLIES
-# MOE_WEIGHTS Instance take flashinfer/sm12x/instances.py: _BF16 _MXFP8_M8 TWO_KERNEL NVFP4_TWO_KERNEL
+# take flashinfer/sm12x/instances.py: MAX_EXPERTS FUSED_MOE_ROUTED_ROWS Format Layer ElementFormat FORMATS _COMPUTE
+# take flashinfer/sm12x/instances.py: MOE_WEIGHTS Instance
+# take flashinfer/sm12x/instances.py: _BF16 _MXFP8_M8 TWO_KERNEL NVFP4_TWO_KERNEL
 INSTANCES: tuple[Instance, ...] = (*TWO_KERNEL, *NVFP4_TWO_KERNEL)
-_PLACES = {row.name: place for place, row in enumerate(INSTANCES)}
+_INDICES = {row.name: place for place, row in enumerate(INSTANCES)}
 # take flashinfer/sm12x/instances.py: _NAMES tactic index_of
