@@ -224,7 +224,7 @@ def test_a_fused_moe_tactic_refuses_what_it_cannot_take(row) -> None:
 def test_a_call_with_too_many_tokens_for_its_tactic_is_refused() -> None:
     arguments = make_moe_inputs(MoECase(385, 64, 64, 4, 4, 0), 17).arguments()
     number = INSTANCES[STREAMED].profile_id
-    with pytest.raises(ValueError, match=r"takes at most 1536 .* but this call has 1540 pairs"):
+    with pytest.raises(ValueError, match=r"takes at most 1536 .* but this call has 1540 routed rows"):
         flashinfer.cutlass_fused_moe(**arguments, profile_ids=[number, number])
 
 

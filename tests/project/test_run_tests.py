@@ -60,7 +60,7 @@ def test_quick_tests_exist_and_are_run_with_few_instances(started: Any, capsys: 
         file, _, name = test.partition("::")
         assert (REPO / file).exists(), test
         assert f"def {name.partition('[')[0]}" in ((REPO / file).read_text() if name else "def "), test
-    rows = [row for row in few_instances.ROWS if row not in instances._PLACES]
+    rows = [row for row in few_instances.ROWS if row not in instances._INDICES]
     assert rows == []
 
 
