@@ -27,7 +27,7 @@ BATCHES = 50
 
 
 class _Recorder:
-    """A module before another: keeps the arguments of the last run."""
+    """Wraps a module: keeps the arguments of the last run."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.arguments = module, ()
