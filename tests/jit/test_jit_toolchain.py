@@ -261,7 +261,7 @@ def test_the_command_installs_from_the_checkout_where_there_is_one(
         info["direct_url.json"] = url.format(root=tmp_path)
     write_tree(tmp_path / "site" / "flashinfer_sm12x-0.1.0.dist-info", info)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(toolchain, "__file__", str(tmp_path / tree / "flashinfer" / "jit" / "sm12x" / "toolchain.py"))
+    monkeypatch.setattr(toolchain, "__file__", str(tmp_path / tree / "flashinfer_sm12x" / "build" / "toolchain.py"))
     pieces = 'pip install "nvidia-cuda-nvcc==13.0.*" '
     assert toolchain.pip_command().startswith(pieces if command is None else command.format(root=tmp_path))
     assert toolchain.pip_command("12.9").startswith('pip install "nvidia-cuda-nvcc==12.9.*" ')
