@@ -317,7 +317,7 @@ def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) 
         ),
         (
             '{"measured": {"device": {"gb10": true}, "mma": {"bf16": {"flops_per_clock": NaN}}}}',
-            "flops_per_clock is nan",
+            "is not JSON: NaN is no JSON",
         ),
         (
             '{"measured": {"device": {"gb10": true}, "layer": {"4 tokens": {"layer_us": true}}}}',
@@ -430,7 +430,7 @@ def test_tables_hold_what_was_predicted() -> None:
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
     assert by_context["8,192", "fp8"][-1] == predict.tokens_per_second(one)
     assert by_context["8,192", "bf16"][-1] != predict.tokens_per_second(one)
-    assert {line.split(":")[0] for line in model.told()} >= {"DRAM", "attention's cache"}
+    assert {line.split(":")[0] for line in model.assumptions()} >= {"DRAM", "attention's cache"}
 
 
 PAGES = Path(bench_token.__file__).parents[1] / "docs"

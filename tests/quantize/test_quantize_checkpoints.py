@@ -30,7 +30,7 @@ from test_quantize_files import cases, places, small_disk
 from toy_llama import llama
 
 from flashinfer.__main__ import _group
-from flashinfer_sm12x.quantize import checkpoint, command, endings, files, gpt_oss, models, run
+from flashinfer_sm12x.quantize import checkpoint, command, endings, gpt_oss, models, run
 from flashinfer_sm12x.quantize.files import FolderError, UserError
 from flashinfer_sm12x.quantize.folder import Folder
 from flashinfer_sm12x.quantize.manifest import MANIFEST, UNFINISHED
@@ -573,8 +573,8 @@ def test_a_signal_while_a_file_is_written_leaves_no_part_of_it(
     """At the second file of layers, which is on the disk but has not its name yet; another signal follows at once."""
     text, out, written = text_file(tmp_path), tmp_path / "f", []
 
-    def replace(scratch: Path, path: Path) -> None:
-        written.append(path.name)
+    def replace(scratch: str | Path, path: str | Path) -> None:
+        written.append(Path(path).name)
         if len([name for name in written if name.endswith(".safetensors")]) == 2:
             os.kill(os.getpid(), number)
             time.sleep(60)
@@ -587,7 +587,7 @@ def test_a_signal_while_a_file_is_written_leaves_no_part_of_it(
 
     real, remove = os.replace, Path.unlink
     with monkeypatch.context() as patched:
-        patched.setattr(files.os, "replace", replace)
+        patched.setattr(os, "replace", replace)
         patched.setattr(Path, "unlink", unlink)
         status, output = quantize(str(gpt_oss_folder), "--out", str(out), "--text", str(text))
     assert status == 128 + number

@@ -124,7 +124,7 @@ def test_the_most_tokens_that_are_exact(top_k: int, experts: int) -> None:
 
 @EACH_CLASS
 def test_a_stream_takes_its_last_pair(known: DeviceClass) -> None:
-    """By the planner, the tuner's candidates and a forced tactic alike: 1,536 pairs, of 8 slots 192 tokens."""
+    """By the planner, the tuner's candidates and a forced tactic alike: 1,536 routed rows, of 8 slots 192 tokens."""
     streams = [row for row in known.table if row.split_k]
     assert streams
     for pairs, taken in ((1535, True), (1536, True), (1537, False)):
@@ -138,7 +138,7 @@ def test_a_stream_takes_its_last_pair(known: DeviceClass) -> None:
         if taken:
             assert wanted_tactics([row.profile_id, row.profile_id], problem, known.tactics) == (row.index, row.index)
         else:
-            with pytest.raises(ValueError, match=rf"{row.name} takes at most 1536 .* has 1544 pairs"):
+            with pytest.raises(ValueError, match=rf"{row.name} takes at most 1536 .* has 1544 routed rows"):
                 wanted_tactics([row.profile_id, row.profile_id], problem, known.tactics)
 
 
