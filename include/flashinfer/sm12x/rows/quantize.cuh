@@ -46,7 +46,7 @@ __device__ __forceinline__ uint4 pack_eight_bf16(const float (&x)[8]) {
 //
 // At most 254 - kExponent: with a larger one the largest element exceeds bfloat16 and float32, and would be infinite
 // where rows are dequantized and a number where an MMA takes the scale. So infinity counts as 448 x 2^119 in MXFP8, as
-// 6 x 2^125 in MXFP4. (Upstream's quantizers give it 254.)
+// 6 x 2^125 in MXFP4. (mxfp8_quantize and fp4_quantize give 254.)
 template <int kExponent, uint32_t kMantissa>
 __device__ __forceinline__ uint32_t block_scale(float amax) {
   const uint32_t bits = __float_as_uint(amax);
