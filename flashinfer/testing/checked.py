@@ -199,8 +199,9 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
     switches = "biases", "swiglu_parameters", "swiglu_limit_alone", "global_scales", *_MOE_OPTIONS
     for name in switches:
         require_int(name, getattr(case, name), 0, 1, "True or False")
-    for name in ("input_dtype", "output_dtype", "bias_dtype"):
+    for name in ("input_dtype", "output_dtype"):
         require_output_dtype(name, getattr(case, name), HALVES)
+    require_output_dtype("bias_dtype", case.bias_dtype, (*HALVES, torch.float32))
 
 
 def _require_rows(rows: tuple[Any, ...], case: MoECase) -> None:

@@ -203,7 +203,7 @@ def test_more_arrivals_than_blocks_stop_the_layer() -> None:
     inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), 5)
     twice = {"], 1;": "], 2;"}  # only atomics add a literal one
     with virtual_device(planted=twice) as device:
-        with pytest.raises(VirtualDeviceError, match=r"streamed.*`trap;`"):
+        with pytest.raises(VirtualDeviceError, match=r"fused_moe_kernel.*`trap;`"):
             run_moe(device, inputs, int(mode), tactics_of(mode, True))
         assert device.planted > 0
         assert [launch.status for launch in device.launches] == ["ok", "trap"]

@@ -80,7 +80,7 @@ def compared_with() -> set[int]:
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     constants = dict(re.findall(r"constexpr int (k\w+) = (\d+);", text))
-    found = re.findall(r"(?:pairs|tokens) (?:<|<=|>|>=) (k\w+|\d+)\b", text)
+    found = re.findall(r"(?:routed_rows|tokens) (?:<|<=|>|>=) (k\w+|\d+)\b", text)
     return {int(constants.get(number, number)) for number in found} - {0}
 
 

@@ -10,14 +10,10 @@ from bits import HEADER
 
 PRELUDE = """.reg .pred %p, %q; .reg .b32 %r<10>; .reg .b64 %w<10>;
 ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 %w2, %w0, %w1; ld.param.u64 %w3, [in];
-.shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3;
-    setp.eq.u32 %p, %r0, 0;
+.shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; setp.eq.u32 %p, %r0, 0;
 """
 INIT = "@%p mbarrier.init.shared::cta.b64 [bar], 1; fence.mbarrier_init.release.cluster; bar.sync 0;"
-LOAD = (
-    "@%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {expect};\n"
-    " @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];"
-)
+LOAD = "@%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {expect};\n @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];"
 WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;"
 ARRIVE = "@%p mbarrier.arrive.shared::cta.b64 _, [bar];\n"
 PUT = "st.shared.u32 [%r2], %r0;"
@@ -25,75 +21,51 @@ PUT = "st.shared.u32 [%r2], %r0;"
 COPY = "cp.async.ca.shared.global [%r2+{to}], [%w3], 4;\n cp.async.commit_group;"
 LANDS = "mov.u32 %r5, 3000; L: sub.u32 %r5, %r5, 1; setp.ne.u32 %q, %r5, 0; @%q bra L;"
 TRACK = "cp.async.mbarrier.arrive.noinc.shared.b64 [bar];\n"
-OUT = (
-    "@%p cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256;\n"
-    " cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
-)
+OUT = "@%p cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256;\n cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 
 # kind, text, faulty body, clean body. The faulty instruction is on a line of its own that contains FAULT's marker.
 FAULTS = [
-    ("out of bounds", "behind the end of an allocation of 4096", "st.global.u32 [%w2+4096], 1;",
-        "st.global.u32 [%w2+3840], 1;"),
-    ("out of bounds", "shared address", "ld.shared.u32 %r1, [%r2+4096];",
-        "st.shared.u32 [%r2], 1; ld.shared.u32 %r1, [%r2];"),
+    ("out of bounds", "behind the end of an allocation of 4096", "st.global.u32 [%w2+4096], 1;", "st.global.u32 [%w2+3840], 1;"),
+    ("out of bounds", "shared address", "ld.shared.u32 %r1, [%r2+4096];", "st.shared.u32 [%r2], 1; ld.shared.u32 %r1, [%r2];"),
     ("out of bounds", "before an allocation", "ld.global.u32 %r1, [%w3-4];", "ld.global.u32 %r1, [%w3];"),
     ("misaligned", "load of 8 bytes", "ld.global.v2.u32 {%r4, %r5}, [%w3+4];", "ld.global.v2.u32 {%r4, %r5}, [%w3+8];"),
     ("misaligned", "store of 4 bytes", "st.shared.u32 [%r2+2], 1;", "st.shared.u32 [%r2+4], 1;"),
     ("uninitialized read", "that nothing wrote", "ld.shared.u32 %r1, [%r2];", PUT + "ld.shared.u32 %r1, [%r2];"),
-    ("write to read-only memory", "parameters", "mov.b64 %w4, out; cvta.param.u64 %w4, %w4;\n st.u32 [%w4], 1;",
-        "mov.b64 %w4, out; cvta.param.u64 %w4, %w4;\n ld.u32 %r1, [%w4];"),
-    ("race", "with nothing ordering the two", PUT + "sub.u32 %r4, 252, %r3; mov.u32 %r5, s; add.u32 %r4, %r4, %r5;\n"
-        " st.shared.u32 [%r4], 1;",
+    ("write to read-only memory", "parameters", "mov.b64 %w4, out; cvta.param.u64 %w4, %w4;\n st.u32 [%w4], 1;", "mov.b64 %w4, out; cvta.param.u64 %w4, %w4;\n ld.u32 %r1, [%w4];"),
+    ("race", "with nothing ordering the two", PUT + "sub.u32 %r4, 252, %r3; mov.u32 %r5, s; add.u32 %r4, %r4, %r5;\n st.shared.u32 [%r4], 1;",
      PUT + "sub.u32 %r4, 252, %r3; mov.u32 %r5, s; add.u32 %r4, %r4, %r5; bar.sync 0;\n st.shared.u32 [%r4], 1;"),
-    ("race", "wrote", "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; @%q st.shared.u32 [s+256], 1;",
-        "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; bar.sync 1; @%q st.shared.u32 [s+256], 1;"),
-    ("missing proxy fence", "no fence.proxy.async", PUT + "bar.sync 0;\n" + OUT, PUT
-        + "fence.proxy.async.shared::cta; bar.sync 0;\n" + OUT),
-    ("missing proxy fence", "no fence.proxy.async", "fence.proxy.async;" + PUT + "bar.sync 0;\n" + OUT, PUT
-        + "bar.sync 0; fence.proxy.async;\n" + OUT),
-    ("missing proxy fence", "async proxy overwrites what warp", INIT + PUT + "bar.sync 0;\n" + LOAD.format(expect=256)
-        + WAIT,
+    ("race", "wrote", "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; @%q st.shared.u32 [s+256], 1;", "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; bar.sync 1; @%q st.shared.u32 [s+256], 1;"),
+    ("missing proxy fence", "no fence.proxy.async", PUT + "bar.sync 0;\n" + OUT, PUT + "fence.proxy.async.shared::cta; bar.sync 0;\n" + OUT),
+    ("missing proxy fence", "no fence.proxy.async", "fence.proxy.async;" + PUT + "bar.sync 0;\n" + OUT, PUT + "bar.sync 0; fence.proxy.async;\n" + OUT),
+    ("missing proxy fence", "async proxy overwrites what warp", INIT + PUT + "bar.sync 0;\n" + LOAD.format(expect=256) + WAIT,
      INIT + PUT + "bar.sync 0; fence.proxy.async;\n" + LOAD.format(expect=256) + WAIT),
-    ("barrier misuse", "arrivals where the phase expects", INIT + "mbarrier.arrive.shared::cta.b64 _, [bar], 2;", INIT
-        + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
-    ("barrier misuse", "no mbarrier was initialized", "@%p mbarrier.arrive.shared::cta.b64 _, [bar];", INIT
-        + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
+    ("barrier misuse", "arrivals where the phase expects", INIT + "mbarrier.arrive.shared::cta.b64 _, [bar], 2;", INIT + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
+    ("barrier misuse", "no mbarrier was initialized", "@%p mbarrier.arrive.shared::cta.b64 _, [bar];", INIT + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
     ("barrier misuse", "touches a live mbarrier", INIT + "st.shared.u32 [bar], 1;", INIT + "st.shared.u32 [%r2], 1;"),
-    ("barrier misuse", "an mbarrier already lives there", INIT + "@%p mbarrier.init.shared::cta.b64 [bar], 1;", INIT
-        + "@%p mbarrier.inval.shared::cta.b64 [bar];\n @%p mbarrier.init.shared::cta.b64 [bar], 1;"),
+    ("barrier misuse", "an mbarrier already lives there", INIT + "@%p mbarrier.init.shared::cta.b64 [bar], 1;", INIT + "@%p mbarrier.inval.shared::cta.b64 [bar];\n @%p mbarrier.init.shared::cta.b64 [bar], 1;"),
     ("barrier misuse", "not a positive multiple of 32", "bar.sync 1, 33;", "bar.sync 1, 64;"),
-    ("barrier misuse", "while others wait", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 128; bra E; A: bar.sync "
-        "1, 96; E:", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 64; bra E; A: bar.sync 1, 64; E:"),
+    ("barrier misuse", "while others wait", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 128; bra E; A: bar.sync 1, 96; E:", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 64; bra E; A: bar.sync 1, 64; E:"),
     ("deadlock", "mbarrier at", INIT + LOAD.format(expect=272) + WAIT, INIT + LOAD.format(expect=256) + WAIT),
-    ("deadlock", "wait for mbarrier", INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;",
-        INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1; @!%q bra W;"),
+    ("deadlock", "wait for mbarrier", INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;", INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1; @!%q bra W;"),
     # A phase lost: two complete before anybody waits for the first.
-    ("deadlock", "(phase 2", INIT + ARRIVE + ARRIVE + "bar.sync 0;\n" + WAIT, INIT + ARRIVE + WAIT + "bar.sync 0;"
-        + ARRIVE),
+    ("deadlock", "(phase 2", INIT + ARRIVE + ARRIVE + "bar.sync 0;\n" + WAIT, INIT + ARRIVE + WAIT + "bar.sync 0;" + ARRIVE),
     ("deadlock", "wait for barrier", "setp.lt.u32 %q, %r0, 32; @%q bra E; bar.sync 1, 64; E:", "bar.sync 1, 64;"),
-    ("undefined behaviour", "was not waited for", INIT + LOAD.format(expect=256), INIT + LOAD.format(expect=256)
-        + WAIT),
+    ("undefined behaviour", "was not waited for", INIT + LOAD.format(expect=256), INIT + LOAD.format(expect=256) + WAIT),
     # Ending without a wait is reported whether or not the copies have landed by then.
-    ("undefined behaviour", "the thread ended without waiting", COPY.format(to=0), COPY.format(to=0)
-        + "cp.async.wait_group 0;"),
-    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + LANDS, COPY.format(to=0) + LANDS
-        + "cp.async.wait_all;"),
-    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + COPY.format(to=256)
-        + "cp.async.wait_group 1;",
+    ("undefined behaviour", "the thread ended without waiting", COPY.format(to=0), COPY.format(to=0) + "cp.async.wait_group 0;"),
+    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + LANDS, COPY.format(to=0) + LANDS + "cp.async.wait_all;"),
+    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + COPY.format(to=256) + "cp.async.wait_group 1;",
      COPY.format(to=0) + "cp.async.commit_group; cp.async.wait_group 1;"),
     ("undefined behaviour", "the thread ended without", COPY.format(to=0) + "@%p exit; cp.async.wait_group 0;",
      COPY.format(to=0) + "cp.async.wait_group 0; @%p exit;"),
     ("undefined behaviour", "the thread ended without", INIT.replace("1;", "64;") + TRACK + COPY.format(to=0) + WAIT,
      INIT.replace("1;", "64;") + COPY.format(to=0) + TRACK + "setp.lt.u32 %q, %r0, 32; @%q exit;" + WAIT),
     ("trap", "trap", "@%p trap;", "@!%p bra E; E:"),
-    ("misaligned", "not a multiple of 16", INIT + LOAD.format(expect=256).replace("256, [bar]", "250, [bar]") + WAIT,
-        INIT + LOAD.format(expect=256) + WAIT),
-    ("bad tensor map", "not a tensor map", INIT + "@%p "
-        "cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3, {%r0}], [bar];", INIT),
+    ("misaligned", "not a multiple of 16", INIT + LOAD.format(expect=256).replace("256, [bar]", "250, [bar]") + WAIT, INIT + LOAD.format(expect=256) + WAIT),
+    ("bad tensor map", "not a tensor map", INIT + "@%p cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3, {%r0}], [bar];", INIT),
     ("race", "the copy's store of a byte that lane 1 of the same warp read",
      INIT + PUT + "bar.sync 0; ld.shared.u32 %r1, [%r2]; fence.proxy.async;\n" + LOAD.format(expect=256) + WAIT,
-     INIT + PUT + "bar.sync 0; ld.shared.u32 %r1, [%r2]; fence.proxy.async; bar.sync 0;\n" + LOAD.format(expect=256)
-     + WAIT),
+     INIT + PUT + "bar.sync 0; ld.shared.u32 %r1, [%r2]; fence.proxy.async; bar.sync 0;\n" + LOAD.format(expect=256) + WAIT),
 ]  # fmt: skip
 
 
@@ -124,8 +96,8 @@ def test_uninitialized_global_memory(device):
     from vsm.device import pack
 
     module = device.load(
-        HEADER + ".visible .entry k(.param .u64 a) { .reg .b64 %w; .reg .b32 %r; ld.param.u64 %w, [a];\n"
-        " ld.global.u32 %r, [%w+4]; ret; }",
+        HEADER
+        + ".visible .entry k(.param .u64 a) { .reg .b64 %w; .reg .b32 %r; ld.param.u64 %w, [a];\n ld.global.u32 %r, [%w+4]; ret; }",
         "u",
     )
     address = device.allocate(64)

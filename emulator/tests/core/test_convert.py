@@ -105,13 +105,10 @@ def test_form(evaluate, body, result, sources, rows):
     assert [hex(v) for v in got] == [hex(row[-1]) for row in rows]
 
 
-SPECIAL = {"%laneid": list(range(32)), "%lanemask_eq": [1 << k for k in range(32)], "%lanemask_lt": [(1 << k) - 1
-    for k in range(32)],
-           "%lanemask_le": [(2 << k) - 1 for k in range(32)], "%lanemask_gt": [M32 & ~((2 << k) - 1)
-               for k in range(32)],
+SPECIAL = {"%laneid": list(range(32)), "%lanemask_eq": [1 << k for k in range(32)], "%lanemask_lt": [(1 << k) - 1 for k in range(32)],
+           "%lanemask_le": [(2 << k) - 1 for k in range(32)], "%lanemask_gt": [M32 & ~((2 << k) - 1) for k in range(32)],
            "%lanemask_ge": [M32 & ~((1 << k) - 1) for k in range(32)], "%ntid.x": [32] * 32, "%nctaid.x": [1] * 32,
-           "%cluster_ctarank": [0] * 32, "%cluster_nctarank": [1] * 32, "%warpid": [0] * 32,
-               "%tid.y": [0] * 32}  # fmt: skip
+           "%cluster_ctarank": [0] * 32, "%cluster_nctarank": [1] * 32, "%warpid": [0] * 32, "%tid.y": [0] * 32}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPECIAL)

@@ -13,15 +13,12 @@ from vsm.device import Device, pack
 from vsm.results import Counters
 
 BLOCKS, THREADS, RUNS = 24, 64, 12
-PRELUDE = f""".reg .pred %p, %done; .reg .b32 %r<12>; .reg .f32 %f<8>; .reg .b64 %w<8>; .shared .align 16 .b8 s[256];
-    .shared .b32 last;
-ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, {THREADS}, %r0;
-    setp.eq.u32 %p, %r0, 0;
+PRELUDE = f""".reg .pred %p, %done; .reg .b32 %r<12>; .reg .f32 %f<8>; .reg .b64 %w<8>; .shared .align 16 .b8 s[256]; .shared .b32 last;
+ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, {THREADS}, %r0; setp.eq.u32 %p, %r0, 0;
 mul.wide.u32 %w1, %r2, 4; add.u64 %w1, %w0, %w1; add.u64 %w3, %w0, {4 * BLOCKS * THREADS}; mov.u32 %r4, 0;
 shl.b32 %r5, %r0, 2; mov.u32 %r6, s; add.u32 %r6, %r6, %r5;
 """
-# Work that differs from block to block: a loop of as many rounds as its number, through shared and global memory, with
-# an MMA.
+# Work that differs from block to block: a loop of as many rounds as its number, through shared and global memory, with an MMA.
 WORK = """mov.u32 %r7, %r1; mov.f32 %f0, 0f00000000; mov.f32 %f1, %f0; mov.f32 %f2, %f0; mov.f32 %f3, %f0;
 L: st.shared.u32 [%r6], %r7; bar.sync 0; ld.shared.u32 %r8, [s+4]; add.u32 %r4, %r4, %r8; bar.sync 0;
 mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f0, %f1, %f2, %f3}, {%r8, %r8}, {%r8}, {%f0, %f1, %f2, %f3};
@@ -31,8 +28,7 @@ MEET = f"""bar.sync 0; @!%p bra M; red.release.gpu.global.add.u32 [%w3], 1;
 P: ld.acquire.gpu.global.u32 %r9, [%w3]; setp.ne.u32 %done, %r9, {BLOCKS}; @%done bra P; M: bar.sync 0;
 """
 LAST = f"""bar.sync 0; @%p atom.acq_rel.gpu.global.add.u32 %r9, [%w3], 1; @%p st.shared.u32 [last], %r9; bar.sync 0;
-ld.shared.u32 %r9, [last]; setp.ne.u32 %done, %r9, {BLOCKS - 1}; @%done exit; ld.global.u32 %r9, [%w1];
-    st.global.u32 [%w1], %r9;
+ld.shared.u32 %r9, [last]; setp.ne.u32 %done, %r9, {BLOCKS - 1}; @%done exit; ld.global.u32 %r9, [%w1]; st.global.u32 [%w1], %r9;
 """
 POLLED = {
     "warp_instructions",

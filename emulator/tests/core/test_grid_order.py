@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches with programmatic stream serialization: what the launch ahead touches is waited for (PTX ISA 9.0,
-9.7.13.13)."""
+"""Launches with programmatic stream serialization: what the launch ahead touches is waited for (PTX ISA 9.0, 9.7.13.13)."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ COPY_A = """@%p mbarrier.init.shared::cta.b64 [bar], 1; fence.mbarrier_init.rele
 """
 PREFETCH_A = "@%p cp.async.bulk.prefetch.L2.global [%w0], 256; prefetch.global.L2 [%w0];"
 DONE = "L: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], 0; @!%p bra L;"
-STORE_ASYNC = """add.u32 %r2, %r0, %r0; add.u32 %r2, %r2, %r2; mov.u32 %r3, s; add.u32 %r2, %r2, %r3;
-    st.shared.u32 [%r2], %r0;
+STORE_ASYNC = """add.u32 %r2, %r0, %r0; add.u32 %r2, %r2, %r2; mov.u32 %r3, s; add.u32 %r2, %r2, %r3; st.shared.u32 [%r2], %r0;
 fence.proxy.async.shared::cta; bar.sync 0;
 @%p cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
 """
@@ -61,8 +59,7 @@ FAULTS = {
     "read": (STORE_A + TRIGGER, LOAD_A, "reads what the kernel before it in the stream, k0, writes"),
     "read, triggered before it was written": (TRIGGER + STORE_A, LOAD_A, "reads what"),
     "overwritten": (STORE_A + TRIGGER, STORE_A, "writes what the kernel before it in the stream, k0, writes"),
-    "overwritten while it is read": (LOAD_A + TRIGGER, STORE_A,
-        "writes what the kernel before it in the stream, k0, reads"),
+    "overwritten while it is read": (LOAD_A + TRIGGER, STORE_A, "writes what the kernel before it in the stream, k0, reads"),
     "atomic": (STORE_A + TRIGGER, ADD_A, "writes what"),
     "bulk copy": (STORE_A + TRIGGER, COPY_A + DONE, "reads what"),
     "written by a bulk copy": (STORE_ASYNC + TRIGGER, LOAD_A, "reads what"),

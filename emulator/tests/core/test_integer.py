@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer arithmetic, logic and shifts: PTX ISA 9.0, 9.7.1, 9.7.2, 9.7.8. Expected values follow each section's
-text."""
+"""Integer arithmetic, logic and shifts: PTX ISA 9.0, 9.7.1, 9.7.2, 9.7.8. Expected values follow each section's text."""
 
 from __future__ import annotations
 

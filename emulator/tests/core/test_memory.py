@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads, stores, atomics, named barriers, mbarriers, cp.async and bulk copies: PTX ISA 9.0, 9.7.9, 9.7.13,
-9.7.13.15."""
+"""Loads, stores, atomics, named barriers, mbarriers, cp.async and bulk copies: PTX ISA 9.0, 9.7.9, 9.7.13, 9.7.13.15."""
 
 from __future__ import annotations
 
@@ -19,10 +18,7 @@ DATA = struct.pack("64I", *IN)
 
 
 def kernel(body: str, declared: str = "") -> str:
-    return (
-        f"{declared} .visible .entry k(.param .u64 out, .param .u64 in) {{ {PRELUDE} ld.param.u64 %w3, [in]; "
-        f"{body} ret; }}"
-    )
+    return f"{declared} .visible .entry k(.param .u64 out, .param .u64 in) {{ {PRELUDE} ld.param.u64 %w3, [in]; {body} ret; }}"
 
 
 def words(out: bytes, count: int = 32) -> tuple[int, ...]:
@@ -146,8 +142,7 @@ def test_blocks_may_wait_for_one_another(run_kernel):
 
 def test_bar_sync_orders_shared_memory(run_kernel):
     body = (
-        """.shared .align 4 .b32 s[128]; mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r3, %r2, %r3; st.shared.u32
-        [%r3], %r0;
+        """.shared .align 4 .b32 s[128]; mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r0;
     bar.sync 0; sub.u32 %r4, 127, %r0; shl.b32 %r4, %r4, 2; add.u32 %r4, %r4, %r2; ld.shared.u32 %r1, [%r4];"""
         + STORE
     )
@@ -158,10 +153,8 @@ def test_bar_sync_orders_shared_memory(run_kernel):
 
 def test_bar_arrive_and_sync_with_counts(run_kernel):
     """Warp 0 produces and arrives, warp 1 waits; two other warps use another barrier."""
-    body = """.shared .align 4 .b32 s[2]; setp.ge.u32 %p, %r0, 32; @%p bra OTHERS; st.shared.u32 [s], 42;
-    bar.arrive 1, 64; bra END;
-    OTHERS: setp.ge.u32 %p, %r0, 64; @%p bra MORE; bar.sync 1, 64; ld.shared.u32 %r1, [s]; st.global.u32 [%w2], %r1;
-    bra END;
+    body = """.shared .align 4 .b32 s[2]; setp.ge.u32 %p, %r0, 32; @%p bra OTHERS; st.shared.u32 [s], 42; bar.arrive 1, 64; bra END;
+    OTHERS: setp.ge.u32 %p, %r0, 64; @%p bra MORE; bar.sync 1, 64; ld.shared.u32 %r1, [s]; st.global.u32 [%w2], %r1; bra END;
     MORE: bar.sync 2, 64; mov.u32 %r1, 7; st.global.u32 [%w2], %r1; END:"""
     launch, out = run_kernel(kernel(body), block=128, inputs=[DATA])
     clean(launch)
@@ -170,8 +163,7 @@ def test_bar_arrive_and_sync_with_counts(run_kernel):
 
 def test_bar_red(run_kernel):
     body = (
-        """setp.lt.u32 %p, %r0, 40; bar.red.popc.u32 %r1, 0, %p; bar.red.and.pred %q, 1, %p; selp.u32 %r2, 100, 0, %q;
-        add.u32 %r1, %r1, %r2;
+        """setp.lt.u32 %p, %r0, 40; bar.red.popc.u32 %r1, 0, %p; bar.red.and.pred %q, 1, %p; selp.u32 %r2, 100, 0, %q; add.u32 %r1, %r1, %r2;
     bar.red.or.pred %q, 2, 64, %p; selp.u32 %r2, 1000, 0, %q; add.u32 %r1, %r1, %r2;"""
         + STORE
     )
@@ -182,8 +174,7 @@ def test_bar_red(run_kernel):
 
 def test_cluster_barrier_of_one_block(run_kernel):
     body = (
-        """.shared .align 4 .b32 s; setp.eq.u32 %p, %r0, 0; @%p st.shared.u32 [s], 3;
-        barrier.cluster.arrive.release.aligned;
+        """.shared .align 4 .b32 s; setp.eq.u32 %p, %r0, 0; @%p st.shared.u32 [s], 3; barrier.cluster.arrive.release.aligned;
     barrier.cluster.wait.acquire.aligned; ld.shared.u32 %r1, [s];"""
         + STORE
     )
@@ -194,8 +185,7 @@ def test_cluster_barrier_of_one_block(run_kernel):
 
 # --- mbarriers and asynchronous copies --------------------------------------------------------------------------------
 
-INIT = """setp.eq.u32 %p, %r0, 0; @%p mbarrier.init.shared::cta.b64 [bar], COUNT;
-fence.mbarrier_init.release.cluster; bar.sync 0;"""
+INIT = """setp.eq.u32 %p, %r0, 0; @%p mbarrier.init.shared::cta.b64 [bar], COUNT; fence.mbarrier_init.release.cluster; bar.sync 0;"""
 
 
 def test_mbarrier_phases(run_kernel):
@@ -228,11 +218,9 @@ def test_bulk_copy_in_and_out(run_kernel):
     @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
     @%p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];
     W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;
-    mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3; ld.shared.u32 %r1, [%r2]; add.u32 %r1, %r1, %r1;
-    st.shared.u32 [%r2], %r1;
+    mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3; ld.shared.u32 %r1, [%r2]; add.u32 %r1, %r1, %r1; st.shared.u32 [%r2], %r1;
     fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;
-    cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256; cp.async.bulk.commit_group;
-    cp.async.bulk.wait_group 0;"""
+    cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
     )
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
@@ -241,10 +229,8 @@ def test_bulk_copy_in_and_out(run_kernel):
 
 
 def test_bulk_copy_with_a_byte_mask(run_kernel):
-    """``.cp_mask``: of each 16 bytes those whose bit is set are copied; the others need not even be memory of the
-    kernel."""
-    body = """mul.lo.u32 %r2, %r0, 0x01010101; mov.u32 %r3, s; mad.lo.u32 %r3, %r0, 4, %r3;
-    add.u32 %r2, %r2, 0x80808080;
+    """``.cp_mask``: of each 16 bytes those whose bit is set are copied; the others need not even be memory of the kernel."""
+    body = """mul.lo.u32 %r2, %r0, 0x01010101; mov.u32 %r3, s; mad.lo.u32 %r3, %r0, 4, %r3; add.u32 %r2, %r2, 0x80808080;
     st.shared.u32 [%r3], %r2; bar.sync 0; fence.proxy.async.shared::cta; setp.eq.u32 %p, %r0, 0; mov.u16 %h0, MASK;
     @%p cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%w0+BEGIN], [s], 48, %h0;
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
@@ -264,11 +250,9 @@ def test_bulk_copy_with_a_byte_mask(run_kernel):
 
 
 def test_bulk_reduction(run_kernel):
-    body = """.shared .align 128 .b8 s[256]; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3;
-    st.shared.u32 [%r2], %r0;
+    body = """.shared .align 128 .b8 s[256]; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; st.shared.u32 [%r2], %r0;
     st.global.u32 [%w2], 1000; fence.proxy.async; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;
-    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%w0], [s], 256; cp.async.bulk.commit_group;
-    cp.async.bulk.wait_group.read 0;"""
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"""
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
     assert words(out, 64) == tuple(1000 + k for k in range(64))
@@ -277,11 +261,9 @@ def test_bulk_reduction(run_kernel):
 def test_cp_async_groups(run_kernel):
     """Two groups; the second copies 4 of 16 bytes and fills the rest with zeros."""
     body = (
-        """.shared .align 16 .b8 s[1024]; shl.b32 %r3, %r0, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; cvt.u64.u32 %w4,
-        %r3; and.b64 %w4, %w4, 240; add.u64 %w4, %w3, %w4;
-    cp.async.cg.shared.global [%r2], [%w4], 16; cp.async.commit_group; cp.async.cg.shared.global [%r2+512], [%w4], 16,
-    4; cp.async.commit_group; cp.async.wait_group 1; ld.shared.u32 %r1, [%r2+4]; cp.async.wait_all; ld.shared.v2.u32
-    {%r4, %r5}, [%r2+512]; add.u32 %r1, %r1, %r4; add.u32 %r1, %r1, %r5;"""
+        """.shared .align 16 .b8 s[1024]; shl.b32 %r3, %r0, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; cvt.u64.u32 %w4, %r3; and.b64 %w4, %w4, 240; add.u64 %w4, %w3, %w4;
+    cp.async.cg.shared.global [%r2], [%w4], 16; cp.async.commit_group; cp.async.cg.shared.global [%r2+512], [%w4], 16, 4; cp.async.commit_group;
+    cp.async.wait_group 1; ld.shared.u32 %r1, [%r2+4]; cp.async.wait_all; ld.shared.v2.u32 {%r4, %r5}, [%r2+512]; add.u32 %r1, %r1, %r4; add.u32 %r1, %r1, %r5;"""
         + STORE
     )
     launch, out = run_kernel(kernel(body), inputs=[DATA])
@@ -294,8 +276,7 @@ def test_cp_async_mbarrier_arrive(run_kernel):
         ".shared .align 16 .b8 s[512]; .shared .align 8 .b64 bar; "
         + INIT.replace("COUNT", "32")
         + """
-    shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; add.u64 %w4, %w3, %w1;
-    cp.async.ca.shared.global [%r2], [%w4], 4;
+    shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; add.u64 %w4, %w3, %w1; cp.async.ca.shared.global [%r2], [%w4], 4;
     cp.async.mbarrier.arrive.noinc.shared.b64 [bar];
     W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W; ld.shared.u32 %r1, [%r2];"""
         + STORE
@@ -493,8 +474,7 @@ def test_a_prefetch_does_not_read(device, instruction):
     ("stride", "sectors", "conflicts"), [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31)], ids=lambda v: str(v)
 )
 def test_sectors_and_bank_conflicts(run_kernel, stride, sectors, conflicts):
-    body = f""".shared .align 128 .b8 s[4096]; mul.lo.u32 %r2, %r0, {stride}; mov.u32 %r3, s; add.u32 %r3, %r3, %r2;
-    st.shared.u32 [%r3], %r0;
+    body = f""".shared .align 128 .b8 s[4096]; mul.lo.u32 %r2, %r0, {stride}; mov.u32 %r3, s; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r0;
     cvt.u64.u32 %w4, %r2; add.u64 %w4, %w0, %w4; st.global.u32 [%w4], %r0;"""
     launch, _ = run_kernel(kernel(body), inputs=[DATA])
     clean(launch)
@@ -544,8 +524,7 @@ def test_wavefronts_by_width(run_kernel, width, address, expected, store):
     form = {1: "u8", 2: "u16", 4: "u32", 8: "v2.u32", 16: "v4.u32"}[width]
     table = ", ".join(map(str, addresses))
     access = f"st.shared.{form} [%r2], {registers};" if store else f"ld.shared.{form} {registers}, [%r2];"
-    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; mov.u32 %r4, 0; mov.u32 %r5, 0; mov.u32 %r6, 0;
-    mov.u32 %r7, 0;
+    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; mov.u32 %r4, 0; mov.u32 %r5, 0; mov.u32 %r6, 0; mov.u32 %r7, 0;
     mul.lo.u32 %r2, %r0, 4; cvt.u64.u32 %w4, %r2; mov.u64 %w5, at; add.u64 %w4, %w4, %w5; ld.global.u32 %r2, [%w4];
     add.u32 %r2, %r2, %r3; {access}"""
     declared = f".global .align 4 .u32 at[32] = {{{table}}};"
@@ -565,8 +544,7 @@ def test_wavefronts_of_ldmatrix(run_kernel, matrices, pitch, expected):
     rows = 8 * matrices
     assert wavefronts([pitch * row for row in range(rows)], 16) == expected
     registers = ", ".join(f"%r{4 + i}" for i in range(matrices))
-    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; and.b32 %r2, %r0, {rows - 1};
-    mad.lo.u32 %r2, %r2, {pitch}, %r3;
+    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; and.b32 %r2, %r0, {rows - 1}; mad.lo.u32 %r2, %r2, {pitch}, %r3;
     ldmatrix.sync.aligned.m8n8.x{matrices}.shared.b16 {{{registers}}}, [%r2];"""
     launch, _ = run_kernel(kernel(body), inputs=[DATA], watch=Watch.NONE)
     clean(launch)

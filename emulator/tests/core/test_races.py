@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races between threads in shared memory, lanes of one warp included: each fault is named, its corrected twin is
-silent."""
+"""Races between threads in shared memory, lanes of one warp included: each fault is named, its corrected twin is silent."""
 
 from __future__ import annotations
 
@@ -41,14 +40,11 @@ VOLATILE_SEND, VOLATILE_RECEIVE = "st.volatile.shared.u32 [flag], 1;", "ld.volat
 
 # The fault, a text of its report, the faulty body, the corrected body.
 CASES = {
-    "lanes exchange without bar.warp.sync": ("load of a byte that lane 31 of the same warp wrote", PUT + GET, PUT
-        + SYNC + GET),
+    "lanes exchange without bar.warp.sync": ("load of a byte that lane 31 of the same warp wrote", PUT + GET, PUT + SYNC + GET),
     "shfl.sync orders no memory": (
-        "of the same warp wrote", PUT + "shfl.sync.idx.b32 %r6, %r0, 0, 31, -1;" + GET, PUT
-        + "shfl.sync.idx.b32 %r6, %r0, 0, 31, -1;" + SYNC + GET,
+        "of the same warp wrote", PUT + "shfl.sync.idx.b32 %r6, %r0, 0, 31, -1;" + GET, PUT + "shfl.sync.idx.b32 %r6, %r0, 0, 31, -1;" + SYNC + GET,
     ),
-    "vote.sync orders no memory": ("of the same warp wrote", PUT + "vote.sync.any.pred %done, %p, -1;" + GET, PUT
-        + SYNC + GET),
+    "vote.sync orders no memory": ("of the same warp wrote", PUT + "vote.sync.any.pred %done, %p, -1;" + GET, PUT + SYNC + GET),
     "overwritten while another lane reads": (
         "store of a byte that lane 31 of the same warp read", PUT + SYNC + GET + PUT, PUT + SYNC + GET + SYNC + PUT,
     ),
@@ -65,59 +61,43 @@ CASES = {
         "xor.b32 %r6, %r0, 1; shl.b32 %r6, %r6, 2; mov.u32 %r4, s; add.u32 %r6, %r6, %r4; ld.shared.u32 %r5, [%r6];",
     ),
     "branches that come one after the other": (
-        "of the same warp read", ONLY_WARP_0 + "@%half bra A; ld.shared.u32 %r5, [flag]; bra B; A: st.shared.u32 "
-            "[flag], 1; B:",
+        "of the same warp read", ONLY_WARP_0 + "@%half bra A; ld.shared.u32 %r5, [flag]; bra B; A: st.shared.u32 [flag], 1; B:",
         ONLY_WARP_0 + "@%half st.shared.u32 [flag], 1;" + SYNC + "ld.shared.u32 %r5, [flag];",
     ),
     "one lane arrives for all, the others not ordered before it": (
         "of warp 0 wrote",
-        "setp.lt.u32 %done, %r0, 32; @!%done bra R;" + PUT + ARRIVE + "bra E; R:" + WAIT
-        + "ld.shared.u32 %r5, [%r2+-128]; E:",
-        "setp.lt.u32 %done, %r0, 32; @!%done bra R;" + PUT + SYNC + ARRIVE + "bra E; R:" + WAIT
-        + "ld.shared.u32 %r5, [%r2+-128]; E:",
+        "setp.lt.u32 %done, %r0, 32; @!%done bra R;" + PUT + ARRIVE + "bra E; R:" + WAIT + "ld.shared.u32 %r5, [%r2+-128]; E:",
+        "setp.lt.u32 %done, %r0, 32; @!%done bra R;" + PUT + SYNC + ARRIVE + "bra E; R:" + WAIT + "ld.shared.u32 %r5, [%r2+-128]; E:",
     ),
     "one lane refills what the others read": (
         "the copy's store of a byte that lane 1 of the same warp read",
-        ONLY_WARP_0 + "mov.u32 %r5, 1; st.shared.u32 [%r2], %r5;" + SYNC
-        + "ld.shared.u32 %r5, [%r2]; fence.proxy.async;" + COPY + WAIT,
-        ONLY_WARP_0 + "mov.u32 %r5, 1; st.shared.u32 [%r2], %r5;" + SYNC
-        + "ld.shared.u32 %r5, [%r2]; fence.proxy.async;" + SYNC + COPY + WAIT,
+        ONLY_WARP_0 + "mov.u32 %r5, 1; st.shared.u32 [%r2], %r5;" + SYNC + "ld.shared.u32 %r5, [%r2]; fence.proxy.async;" + COPY + WAIT,
+        ONLY_WARP_0 + "mov.u32 %r5, 1; st.shared.u32 [%r2], %r5;" + SYNC + "ld.shared.u32 %r5, [%r2]; fence.proxy.async;" + SYNC + COPY + WAIT,
     ),
     "ldmatrix of rows that lanes just wrote": (
         "of the same warp wrote",
-        ONLY_WARP_0 + PUT + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [s];", ONLY_WARP_0 + PUT + SYNC
-        + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [s];",
+        ONLY_WARP_0 + PUT + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [s];", ONLY_WARP_0 + PUT + SYNC + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r5}, [s];",
     ),
     "a matrix stored, read by lanes": (
         "of the same warp wrote",
-        ONLY_WARP_0 + "and.b32 %m0, %r0, 7; shl.b32 %m0, %m0, 4; mov.u32 %r4, s; add.u32 %m0, %m0, %r4; "
-            "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%m0], {%r0};" + GET,
-        ONLY_WARP_0 + "and.b32 %m0, %r0, 7; shl.b32 %m0, %m0, 4; mov.u32 %r4, s; add.u32 %m0, %m0, %r4; "
-            "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%m0], {%r0};" + SYNC + GET,
+        ONLY_WARP_0 + "and.b32 %m0, %r0, 7; shl.b32 %m0, %m0, 4; mov.u32 %r4, s; add.u32 %m0, %m0, %r4; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%m0], {%r0};" + GET,
+        ONLY_WARP_0 + "and.b32 %m0, %r0, 7; shl.b32 %m0, %m0, 4; mov.u32 %r4, s; add.u32 %m0, %m0, %r4; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%m0], {%r0};" + SYNC + GET,
     ),
-    "a flag stored plainly": ("byte that lane 0 of warp", handed_over("st.shared.u32 [flag], 1;", RECEIVE),
-        handed_over(SEND, RECEIVE)),
-    "a flag read plainly": ("byte that lane 0 of warp", handed_over(SEND, "ld.shared.u32 %r6, [flag];"),
-        handed_over(SEND, RECEIVE)),
-    "a relaxed store of the flag": ("load of a byte that lane 0 of warp 0 wrote", handed_over(RELAXED_SEND, RECEIVE),
-        handed_over(FENCE + RELAXED_SEND, RECEIVE)),
-    "a relaxed load of the flag": ("load of a byte that lane 0 of warp 0 wrote", handed_over(SEND, RELAXED_RECEIVE),
-        handed_over(SEND, RELAXED_RECEIVE, FENCE)),
+    "a flag stored plainly": ("byte that lane 0 of warp", handed_over("st.shared.u32 [flag], 1;", RECEIVE), handed_over(SEND, RECEIVE)),
+    "a flag read plainly": ("byte that lane 0 of warp", handed_over(SEND, "ld.shared.u32 %r6, [flag];"), handed_over(SEND, RECEIVE)),
+    "a relaxed store of the flag": ("load of a byte that lane 0 of warp 0 wrote", handed_over(RELAXED_SEND, RECEIVE), handed_over(FENCE + RELAXED_SEND, RECEIVE)),
+    "a relaxed load of the flag": ("load of a byte that lane 0 of warp 0 wrote", handed_over(SEND, RELAXED_RECEIVE), handed_over(SEND, RELAXED_RECEIVE, FENCE)),
     "a fence behind the flag": (
         "load of a byte that lane 0 of warp 0 wrote",
-        handed_over(RELAXED_SEND + FENCE, RELAXED_RECEIVE, FENCE), handed_over(FENCE + RELAXED_SEND, RELAXED_RECEIVE,
-            FENCE),
+        handed_over(RELAXED_SEND + FENCE, RELAXED_RECEIVE, FENCE), handed_over(FENCE + RELAXED_SEND, RELAXED_RECEIVE, FENCE),
     ),
     "a volatile flag without fences": (
-        "load of a byte that lane 0 of warp 0 wrote", handed_over(VOLATILE_SEND, VOLATILE_RECEIVE),
-        handed_over("membar.cta;" + VOLATILE_SEND, VOLATILE_RECEIVE, "membar.cta;"),
+        "load of a byte that lane 0 of warp 0 wrote", handed_over(VOLATILE_SEND, VOLATILE_RECEIVE), handed_over("membar.cta;" + VOLATILE_SEND, VOLATILE_RECEIVE, "membar.cta;"),
     ),
-    "volatile in place of bar.warp.sync": ("volatile load of a byte that lane 31 of the same warp wrote", VOLATILE_PUT
-        + VOLATILE_GET, VOLATILE_PUT + SYNC + VOLATILE_GET),
+    "volatile in place of bar.warp.sync": ("volatile load of a byte that lane 31 of the same warp wrote", VOLATILE_PUT + VOLATILE_GET, VOLATILE_PUT + SYNC + VOLATILE_GET),
     "volatile in place of a block barrier": (
         "volatile load of a byte that lane 0 of warp 1 wrote",
-        VOLATILE_PUT + "@%p ld.volatile.shared.u32 %r5, [s+128];", VOLATILE_PUT
-        + "bar.sync 0; @%p ld.volatile.shared.u32 %r5, [s+128];",
+        VOLATILE_PUT + "@%p ld.volatile.shared.u32 %r5, [s+128];", VOLATILE_PUT + "bar.sync 0; @%p ld.volatile.shared.u32 %r5, [s+128];",
     ),
     "volatile values overwritten while another lane reads": (
         "volatile store of a byte that lane 31 of the same warp read",
@@ -125,17 +105,13 @@ CASES = {
     ),
     "volatile values behind a flag that nobody acquires": (
         "volatile load of a byte that lane 0 of warp 0 wrote",
-        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE).replace("st.shared.u32 [s]",
-            "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
-        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE).replace("st.shared.u32 [s]",
-            "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE).replace("st.shared.u32 [s]", "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE).replace("st.shared.u32 [s]", "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
     ),
     "a volatile flag raised again without a fence": (
         "volatile store of a byte that lane 0 of warp 1 read",
-        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE)
-            + "bar.sync 0; @%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
-        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE) + "bar.sync 0;" + FENCE
-            + "@%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE) + "bar.sync 0; @%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE) + "bar.sync 0;" + FENCE + "@%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
     ),
     "a relaxed atomic raises the flag": (
         "load of a byte that lane 0 of warp 0 wrote",
@@ -143,8 +119,7 @@ CASES = {
         handed_over("red.release.cta.shared.add.u32 [flag], 1;", "atom.acquire.cta.shared.add.u32 %r6, [flag], 0;"),
     ),
     "a count read before all have added": (
-        "with nothing ordering the two", "atom.shared.add.u32 %r5, [flag], 1; ld.shared.u32 %r5, [flag];",
-        "atom.shared.add.u32 %r5, [flag], 1; bar.sync 0; ld.shared.u32 %r5, [flag];",
+        "with nothing ordering the two", "atom.shared.add.u32 %r5, [flag], 1; ld.shared.u32 %r5, [flag];", "atom.shared.add.u32 %r5, [flag], 1; bar.sync 0; ld.shared.u32 %r5, [flag];",
     ),
 }  # fmt: skip
 
@@ -171,19 +146,15 @@ def test_its_corrected_twin_is_silent(run_kernel, case):
 @pytest.mark.parametrize(
     "body",
     [
-        "st.shared.u32 [s], 5; ld.shared.u32 %r5, [s];".replace("st", "setp.lt.u32 %done, %r0, 32; @%done st",
-        1).replace("ld", "@%done ld", 1),
+        "st.shared.u32 [s], 5; ld.shared.u32 %r5, [s];".replace("st", "setp.lt.u32 %done, %r0, 32; @%done st", 1).replace("ld", "@%done ld", 1),
         "add.u32 %r6, %r4, %r0; cvt.u16.u32 %h, %r0; st.shared.u8 [%r6], %h; ld.shared.u8 %h, [%r6];",
         "atom.shared.add.u32 %r5, [flag], 1; atom.shared.max.u32 %r5, [flag], 7;",
         "st.relaxed.cta.shared.u32 [flag], %r0; ld.relaxed.cta.shared.u32 %r5, [flag];",
-        "st.volatile.shared.u32 [flag], %r0; bar.sync 0; atom.shared.add.u32 %r5, [flag], 1; ld.volatile.shared.u32 "
-            "%r5, [flag];",
+        "st.volatile.shared.u32 [flag], %r0; bar.sync 0; atom.shared.add.u32 %r5, [flag], 1; ld.volatile.shared.u32 %r5, [flag];",
         "ld.shared.u32 %r5, [flag]; bar.sync 0; @%p st.shared.u32 [flag], 3; bar.sync 0; ld.shared.u32 %r5, [flag];",
-        "ld.shared.u32 %r5, [flag]; bar.warp.sync -1; ld.shared.u32 %r5, [flag]; bar.sync 0; @%q st.shared.u32 "
-            "[flag], 3;",
+        "ld.shared.u32 %r5, [flag]; bar.warp.sync -1; ld.shared.u32 %r5, [flag]; bar.sync 0; @%q st.shared.u32 [flag], 3;",
     ],
-    ids=["one instruction of all lanes", "bytes of a word", "atomics", "relaxed accesses", "volatile loads of atomics",
-    "in turns", "read twice"],
+    ids=["one instruction of all lanes", "bytes of a word", "atomics", "relaxed accesses", "volatile loads of atomics", "in turns", "read twice"],
 )  # fmt: skip
 def test_silent(run_kernel, body):
     launch = run(run_kernel, body)

@@ -63,8 +63,7 @@ def test_lanes_meet_again_after_a_branch(evaluate):
 
 def test_a_loop_of_different_lengths_per_lane(evaluate):
     body = """mov.u32 %d, 0; mov.u32 %t1, %t0; LOOP: setp.eq.u32 %p, %t1, 0; @%p bra DONE;
-    add.u32 %d, %d, %t1; sub.u32 %t1, %t1, 1; bra LOOP; DONE: shfl.sync.bfly.b32 %t2, %d, 1, 31, -1;
-    sub.u32 %d, %t2, %d;"""
+    add.u32 %d, %d, %t1; sub.u32 %t1, %t1, 1; bra LOOP; DONE: shfl.sync.bfly.b32 %t2, %d, 1, 31, -1; sub.u32 %d, %t2, %d;"""
 
     def triangle(k):
         return k * (k + 1) // 2
@@ -90,8 +89,7 @@ def test_lanes_that_exit_do_not_hold_up_the_others(evaluate):
 def test_independent_progress_of_lanes(run_kernel):
     """Lane 0 spins on a flag that lane 1 of the same warp sets only after the branch at which they parted."""
     launch, out = run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<4>; .reg .b64 %w<2>;
-      .shared .align 4 .b32 flag; ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; st.shared.u32 [flag], 0;
-      bar.warp.sync -1;
+      .shared .align 4 .b32 flag; ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; st.shared.u32 [flag], 0; bar.warp.sync -1;
       setp.ne.u32 %p, %r0, 0; @%p bra SET;
       SPIN: ld.relaxed.cta.shared.u32 %r1, [flag]; setp.eq.u32 %p, %r1, 0; @%p bra SPIN; bra JOIN;
       SET: st.relaxed.cta.shared.u32 [flag], 9; mov.u32 %r1, 7;
@@ -102,16 +100,13 @@ def test_independent_progress_of_lanes(run_kernel):
 
 # Lane 0 and lanes 1 to 31 of warp 0 come by different ways to one barrier: either way may lead to an exit, so no point
 # before the kernel's end is common to both. Warp 1 writes what they read after it, and is late.
-PARTED = """.visible .entry k(.param .u64 out) {{ .reg .pred %p, %q; .reg .b32 %r<9>; .reg .b64 %w<2>;
-  .shared .align 4 .b8 s[256];
-  ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shl.b32 %r3, %r0, 2; mov.u32 %r4, s; add.u32 %r4, %r4, %r3;
-  setp.gt.u32 %q, %r0, 999;
+PARTED = """.visible .entry k(.param .u64 out) {{ .reg .pred %p, %q; .reg .b32 %r<9>; .reg .b64 %w<2>; .shared .align 4 .b8 s[256];
+  ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shl.b32 %r3, %r0, 2; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; setp.gt.u32 %q, %r0, 999;
   setp.gt.u32 %p, %r0, 31; @%p bra LATE; setp.eq.u32 %p, %r0, 0; @%p bra FIRST;
   @%q bra OUT; mov.u32 %r2, 2; {rest} FIRST: @%q bra OUT; mov.u32 %r2, 1; {first}
   LATE: mov.u32 %r5, 2000; SPIN: sub.u32 %r5, %r5, 1; setp.ne.u32 %p, %r5, 0; @%p bra SPIN; mov.u32 %r2, 3;
   MEET: st.shared.u32 [%r4], %r2; setp.gt.u32 %p, %r2, 1; {barrier} mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1;
-  xor.b32 %r3, %r3, 128; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; ld.shared.u32 %r1, [%r4];
-  mad.lo.u32 %r1, %r1, 1000, %r6;
+  xor.b32 %r3, %r3, 128; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; ld.shared.u32 %r1, [%r4]; mad.lo.u32 %r1, %r1, 1000, %r6;
   st.global.u32 [%w0], %r1; ret; OUT: exit; }}"""  # fmt: skip
 BARRIERS = [
     ("bar.sync 0;", 0),
@@ -145,8 +140,8 @@ def test_warps_exit_while_others_wait(run_kernel):
     """Warp 1 waits for all threads of the block; warp 0 exits before warp 2 comes."""
     launch, out = run_kernel(
         """.visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<4>; .reg .b64 %w<2>;
-      ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shr.u32 %r2, %r0, 5; mov.u32 %r3, 1000; setp.eq.u32 %p, %r2, 1; @%p
-      bra MEET; SPIN: sub.u32 %r3, %r3, 1; setp.ne.u32 %p, %r3, 0; @%p bra SPIN; setp.eq.u32 %p, %r2, 0; @%p exit;
+      ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shr.u32 %r2, %r0, 5; mov.u32 %r3, 1000; setp.eq.u32 %p, %r2, 1; @%p bra MEET;
+      SPIN: sub.u32 %r3, %r3, 1; setp.ne.u32 %p, %r3, 0; @%p bra SPIN; setp.eq.u32 %p, %r2, 0; @%p exit;
       MEET: bar.sync 0; mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], 1; ret; }""",
         block=96,
     )

@@ -32,8 +32,7 @@ def grid_barrier(
     """Each block writes its part, all meet, each thread reads the next block's."""
     return f"""{early} {put} {before}
 @!%p bra M; {arrive} L: {poll} setp.ne.u32 %done, %r4, {BLOCKS}; @%done nanosleep.u32 20; @%done bra L;
-M: {after} add.u32 %r6, %r2, {THREADS}; rem.u32 %r6, %r6, {BLOCKS * THREADS}; mul.wide.u32 %w4, %r6, 4;
-    add.u64 %w4, %w0, %w4;
+M: {after} add.u32 %r6, %r2, {THREADS}; rem.u32 %r6, %r6, {BLOCKS * THREADS}; mul.wide.u32 %w4, %r6, 4; add.u64 %w4, %w0, %w4;
 ld.global.u32 %r5, [%w4]; st.global.u32 [%w2], %r5;"""
 
 
@@ -57,8 +56,7 @@ SUMMED = [sum(t + 1 + THREADS * b for b in range(BLOCKS)) for t in range(THREADS
 # A block reads the data, then meets the others: what it read before must not be what it reads then.
 EARLY = "ld.relaxed.gpu.global.u32 %r8, [%w3]; setp.eq.u32 %done, %r8, 99; @%done st.global.u32 [%w2], %r8;"
 # The bulk copy that writes a block's part, and the one that reads another's.
-BULK_PUT = f"""mul.wide.u32 %w5, %r1, {4 * THREADS}; add.u64 %w5, %w0, %w5; mov.u32 %r9, s; shl.b32 %r10, %r0, 2;
-    add.u32 %r10, %r10, %r9;
+BULK_PUT = f"""mul.wide.u32 %w5, %r1, {4 * THREADS}; add.u64 %w5, %w0, %w5; mov.u32 %r9, s; shl.b32 %r10, %r0, 2; add.u32 %r10, %r10, %r9;
 st.shared.u32 [%r10], %r3; fence.proxy.async; bar.sync 0;
 @%p cp.async.bulk.global.shared::cta.bulk_group [%w5], [s], {4 * THREADS};
 @%p cp.async.bulk.commit_group; @%p cp.async.bulk.wait_group 0;"""
@@ -66,8 +64,7 @@ GROUPS = [
     ("grid barrier", grid_barrier(), EXCHANGED),
     ("grid barrier, fences", grid_barrier(FENCE + RELAXED, RELAXED_POLL, after=FENCE + SYNC), EXCHANGED),
     ("grid barrier, membar", grid_barrier("membar.gl;" + RELAXED, RELAXED_POLL, after="membar.gl;" + SYNC), EXCHANGED),
-    ("grid barrier, volatile poll", grid_barrier(FENCE + RELAXED, "ld.volatile.global.u32 %r4, [%w3];", after=FENCE
-        + SYNC), EXCHANGED),
+    ("grid barrier, volatile poll", grid_barrier(FENCE + RELAXED, "ld.volatile.global.u32 %r4, [%w3];", after=FENCE + SYNC), EXCHANGED),
     ("atomic poll", grid_barrier(poll="atom.acquire.gpu.global.add.u32 %r4, [%w3], 0;"), EXCHANGED),
     ("strong accesses before", grid_barrier(early=EARLY), EXCHANGED),
     ("written by bulk copies", grid_barrier(put=BULK_PUT), EXCHANGED),
@@ -171,8 +168,7 @@ def test_two_blocks_write_the_same_bytes(run):
 def test_a_block_sees_its_own_writes(run):
     """After its own barrier it sees them, even bytes of one word that several threads wrote."""
     body = f""".reg .b16 %h; {PUT} bar.sync 0; xor.b32 %r6, %r2, 63; mul.wide.u32 %w4, %r6, 4; add.u64 %w4, %w0, %w4;
-ld.global.u32 %r5, [%w4]; cvt.u16.u32 %h, %r5; cvt.u64.u32 %w5, %r2; add.u64 %w5, %w3, %w5; st.global.u8 [%w5], %h;
-    bar.sync 0;
+ld.global.u32 %r5, [%w4]; cvt.u16.u32 %h, %r5; cvt.u64.u32 %w5, %r2; add.u64 %w5, %w3, %w5; st.global.u8 [%w5], %h; bar.sync 0;
 cvt.u64.u32 %w5, %r6; add.u64 %w5, %w3, %w5; ld.global.u8 %r5, [%w5]; st.global.u32 [%w2], %r5;"""
     for seed in SEEDS:
         launch, results = run(body, seed)

@@ -92,8 +92,7 @@ class Exchange:
     def ptx(self, e: Emitter) -> str:
         return (
             f"{self.before.ptx(e)}st.shared.u32 [%own+{4 * self.slots}], %x;\n{self.behind.ptx(e)}"
-            f"ld.global.u32 %n, [%partners+{self.table}]; add.u32 %n, %n, %area; ld.shared.u32 %n, "
-            f"[%n+{4 * self.slots}];\n"
+            f"ld.global.u32 %n, [%partners+{self.table}]; add.u32 %n, %n, %area; ld.shared.u32 %n, [%n+{4 * self.slots}];\n"
             "mad.lo.u32 %x, %x, 31, %n;\n"
         )
 
@@ -194,8 +193,7 @@ class Exit:
 
     def ptx(self, e: Emitter) -> str:
         return (
-            f"shr.b32 %n, {self.warps:#x}, %wp; shr.b32 %m, {self.lanes:#x}, %l; and.b32 %n, %n, %m; and.b32 %n, %n, "
-            "1;\n"
+            f"shr.b32 %n, {self.warps:#x}, %wp; shr.b32 %m, {self.lanes:#x}, %l; and.b32 %n, %n, %m; and.b32 %n, %n, 1;\n"
             "setp.ne.u32 %t, %n, 0; @%t st.global.u32 [%out], %x; @%t exit;\n"
         )
 
@@ -225,10 +223,8 @@ class HandOver:
         return (
             f"{branches}{gives}bra {end};\n{out}: st.shared.u32 [%own+{4 * self.slots}], %x;\n"
             f"{self._barrier('arrive', 0).ptx(e)}{self._barrier('sync', 1).ptx(e)}bra {end};\n"
-            f"{takes}: {self._barrier('sync', 0).ptx(e)}ld.global.u32 %n, [%partners+{self.table}]; add.u32 %n, %n, "
-            "%area;\n"
-            f"ld.shared.u32 %n, [%n+{4 * self.slots}]; mad.lo.u32 %x, %x, 31, %n;\n"
-            f"{self._barrier('arrive', 1).ptx(e)}{end}:\n"
+            f"{takes}: {self._barrier('sync', 0).ptx(e)}ld.global.u32 %n, [%partners+{self.table}]; add.u32 %n, %n, %area;\n"
+            f"ld.shared.u32 %n, [%n+{4 * self.slots}]; mad.lo.u32 %x, %x, 31, %n;\n{self._barrier('arrive', 1).ptx(e)}{end}:\n"
         )
 
     def thread(self, t: Thread) -> Steps:
@@ -267,13 +263,10 @@ class Program:
         body = text(self.statements, emitter)
         counters = ", ".join(f"%c{i}" for i in range(self._loops + 1))
         self.source = (
-            ".visible .entry k(.param .u64 out, .param .u64 in) { .reg .pred %t, %dead; .reg .b64 %out, %partners, "
-            "%w;\n"
-            f".reg .b32 %x, %tid, %l, %wp, %m, %n, %own, %area, {counters}; .shared .align 4 .b8 "
-            f"area[{4 * self._slots + 4}];\n"
+            ".visible .entry k(.param .u64 out, .param .u64 in) { .reg .pred %t, %dead; .reg .b64 %out, %partners, %w;\n"
+            f".reg .b32 %x, %tid, %l, %wp, %m, %n, %own, %area, {counters}; .shared .align 4 .b8 area[{4 * self._slots + 4}];\n"
             "ld.param.u64 %out, [out]; ld.param.u64 %partners, [in]; mov.u32 %tid, %tid.x; mov.u32 %l, %laneid;\n"
-            "shr.u32 %wp, %tid, 5; mul.wide.u32 %w, %tid, 4; add.u64 %out, %out, %w; add.u64 %partners, %partners, "
-            "%w;\n"
+            "shr.u32 %wp, %tid, 5; mul.wide.u32 %w, %tid, 4; add.u64 %out, %out, %w; add.u64 %partners, %partners, %w;\n"
             "mov.u32 %area, area; shl.b32 %own, %tid, 2; add.u32 %own, %own, %area; setp.gt.u32 %dead, %tid, 5000;\n"
             f"mad.lo.u32 %x, %tid, 2654435761, 12345;\n{body}st.global.u32 [%out], %x; ret;\n{''.join(emitter.far)}}}\n"
         )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer itself: its forms are known to the front end, and a few seconds of it. `make fuzz` runs it with
-sanitizers."""
+"""The fuzzer itself: its forms are known to the front end, and a few seconds of it. `make fuzz` runs it with sanitizers."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import vsm
 
 SUCCESS, LAUNCH_FAILURE, TOO_LARGE = 0, 719, 720
 THREADS = 64
-# nv/target, which cooperative_groups.h includes: pip's compiler comes without it, a wheel that CUDA programs build with
-# has it.
+# nv/target, which cooperative_groups.h includes: pip's compiler comes without it, a wheel that CUDA programs build with has it.
 CCCL = Path(sysconfig.get_path("purelib")) / "flashinfer" / "data" / "cccl" / "libcudacxx" / "include"
 
 

@@ -323,10 +323,7 @@ def test_a_trace_file_gets_a_line_per_launch(compile_cuda, run_on_shim, tmp_path
     ],
 )
 def test_widths_of_sums_come_from_the_environment(text, expected):
-    ask = (
-        "import vsm; runtime = vsm.activate_runtime(); print(runtime.settings.accumulation_bits, "
-        "runtime.take_message())"
-    )
+    ask = "import vsm; runtime = vsm.activate_runtime(); print(runtime.settings.accumulation_bits, runtime.take_message())"
     variables = {**os.environ, "VSM_ACCUMULATION_BITS": text, "PYTHONPATH": str(HERE.parents[1] / "python")}
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=variables, check=True)
     if expected is None:

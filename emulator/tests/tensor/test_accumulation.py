@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``mma`` with sums of limited width, against a model of its own in integers, and against what an H200 did.
 
-The model (arXiv 2512.07004): products and C are cut toward zero to ``width`` bits below the largest exponent among
-them, added exactly, and the sum is cut to at most 23 fraction bits.
+The model (arXiv 2512.07004): products and C are cut toward zero to ``width`` bits below the largest exponent among them,
+added exactly, and the sum is cut to at most 23 fraction bits.
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ def registers_of(codes: np.ndarray, place, bits: int, count: int) -> np.ndarray:
 
 
 def spread(form: Mma, row: list[int], column: list[int], c: list[float]):
-    """Registers of A, B and C: ``row`` times ``column`` is the product of every element, whose C is that of ``c`` in
-    turn."""
+    """Registers of A, B and C: ``row`` times ``column`` is the product of every element, whose C is that of ``c`` in turn."""
     na, nb, nc, _ = form.registers()
     a = np.tile(np.array(row + [0] * (form.k - len(row))), (16, 1))
     b = np.tile(np.array(column + [0] * (form.k - len(column)))[:, None], (1, 8))
@@ -231,8 +230,7 @@ def golden_cases(*types: str, acc: tuple[str, ...] = ("f32",)) -> list:
 
 @pytest.mark.parametrize("number,case", golden_cases("f16", "bf16", "tf32", acc=("f32", "f16")))
 def test_an_h200_bit_for_bit(number: int, case: dict) -> None:
-    """The published model of 16-bit and tf32 elements, on operands that an exact sum gets wrong (but for f16
-    results)."""
+    """The published model of 16-bit and tf32 elements, on operands that an exact sum gets wrong (but for f16 results)."""
     form, warps = golden_warps(case, number)
     differ = 0
     for a, b, c, d in warps:
@@ -261,8 +259,8 @@ def test_the_h200_tells_widths_apart(number: int, case: dict) -> None:
 
 @pytest.mark.parametrize("number,case", golden_cases("e4m3", "e5m2"))
 def test_fp8_of_an_h200_is_f16(number: int, case: dict) -> None:
-    """Hopper has no ``mma.sync`` of FP8 in hardware: elements become f16, and the sum of the steps (elements 0 and 1 of
-    each register, then 2 and 3) is added to C with one rounding. So these data say nothing about FP8 sums."""
+    """Hopper has no ``mma.sync`` of FP8 in hardware: elements become f16, and the sum of the steps (elements 0 and 1 of each
+    register, then 2 and 3) is added to C with one rounding. So these data say nothing about FP8 sums."""
     form, warps = golden_warps(case, number)
     half = Mma(form.k // 2, "f16", "f16")
     size = np.arange(form.k)

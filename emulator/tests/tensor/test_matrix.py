@@ -149,8 +149,7 @@ def test_forms() -> None:
     assert [Matrix("m16n16", "b8", n, True).registers() for n in (1, 2)] == [2, 4]
     assert [Matrix("m16n8", "b8", n, True).registers(store=True) for n in (1, 2, 4)] == [1, 2, 4]
     refused_loads = [
-        Matrix(num=3), Matrix("m8n8", "b8"), Matrix("m16n16", "b8", 4, True), Matrix("m16n16", "b8", 1, False),
-            Matrix("m8n16", "b8", 1),
+        Matrix(num=3), Matrix("m8n8", "b8"), Matrix("m16n16", "b8", 4, True), Matrix("m16n16", "b8", 1, False), Matrix("m8n16", "b8", 1),
         Matrix("m8n16", "b8x16.b4x16_p64", 1, True), Matrix("m16n16", "b16", 1, True), Matrix("m16n8", "b8", 1, True),
     ]  # fmt: skip
     assert [form.registers() for form in refused_loads] == [0] * len(refused_loads)

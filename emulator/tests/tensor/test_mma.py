@@ -457,10 +457,8 @@ def test_float32_subnormal_results() -> None:
 def test_forms_that_do_not_exist() -> None:
     """ptxas 13.0 refuses each of these for sm_121a."""
     missing = [
-        Mma(16, "f16", "bf16"), Mma(16, "bf16", "bf16", "f16"), Mma(4, "f16", "f16"), Mma(32, "f16", "f16"), Mma(16,
-            "tf32", "tf32"),
-        Mma(16, "f16", "f16", "f32", c="f16"), Mma(16, "f16", "f16", "f16", c="f32"), Mma(16, "f16", "f16",
-            satfinite=True),
+        Mma(16, "f16", "bf16"), Mma(16, "bf16", "bf16", "f16"), Mma(4, "f16", "f16"), Mma(32, "f16", "f16"), Mma(16, "tf32", "tf32"),
+        Mma(16, "f16", "f16", "f32", c="f16"), Mma(16, "f16", "f16", "f16", c="f32"), Mma(16, "f16", "f16", satfinite=True),
         Mma(64, "e4m3", "e4m3"), Mma(32, "e2m1", "e4m3"), Mma(16, "e4m3", "e4m3", "f32", "f8f6f4"),
         Mma(32, "s8", "e4m3"), Mma(32, "s8", "s8", "f32"), Mma(64, "s8", "s8", "s32"),
         Mma(32, "e4m3", "e4m3", "f16", "mxf8f6f4", "ue8m0", 1), Mma(32, "e4m3", "e4m3", "f32", "mxf8f6f4", "ue4m3", 1),

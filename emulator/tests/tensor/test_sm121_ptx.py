@@ -69,10 +69,7 @@ def mma_text(form: Mma, ids: tuple[int, int, int, int] | None, isa_order: bool, 
     satfinite = ".satfinite" if form.satfinite else ""
     modifiers = f"{shape}{kind}{scaled}" if isa_order else f"{kind}{scaled}{shape}"
     suffix = f".{form.scale}" if form.scale_vec else ""
-    text = (
-        f"mma.sync.aligned{modifiers}{satfinite}{types}{suffix} {vector(0, nd, 'o')}, {vector(0, na)}, "
-        f"{vector(na, nb)}, {vector(na + nb, nc)}"
-    )
+    text = f"mma.sync.aligned{modifiers}{satfinite}{types}{suffix} {vector(0, nd, 'o')}, {vector(0, na)}, {vector(na, nb)}, {vector(na + nb, nc)}"
     if ids is None:
         return text + ";"
     scale = na + nb + nc
@@ -210,8 +207,7 @@ def test_stmatrix_m16n8(device: Device, num: int) -> None:
     body = (
         ".shared .align 16 .b8 area[512];\nmov.u32 %s, area; add.u32 %s, %s, %r0;\n"
         f"stmatrix.sync.aligned.m16n8.x{num}.trans.shared.b8 [%s], {vector(1, num)};\nbar.sync 0;\n"
-        f"mov.b32 %o0, 0; mov.b32 %o1, 0; mov.b32 %o2, 0; mov.b32 %o3, 0;\nsetp.lt.u32 %p, %t, {8 * num};\n"
-        f"@!%p bra SKIP;\n{reads}SKIP:\n"
+        f"mov.b32 %o0, 0; mov.b32 %o1, 0; mov.b32 %o2, 0; mov.b32 %o3, 0;\nsetp.lt.u32 %p, %t, {8 * num};\n@!%p bra SKIP;\n{reads}SKIP:\n"
     )
     declare = ".reg .b32 %s; .reg .pred %p;\n"
     launch, d = run(device, registers_kernel(body, num + 1, 4, declare), np.concatenate([where, values]), 4)

@@ -47,13 +47,10 @@ def test_other_memory_is_no_tensor_map() -> None:
 
 def test_good_maps() -> None:
     for d in (
-        BASE, PACKED, replace(PACKED, swizzle=0), replace(PACKED, swizzle=4), replace(PACKED, type=U6P, swizzle=6,
-        dims=[128, 64], strides=[96]),
-        replace(BASE, dims=[1 << 32, 64, 8]), replace(BASE, strides=[(1 << 40) - 16, 16]), replace(BASE,
-            box=[64, 256, 1]),
+        BASE, PACKED, replace(PACKED, swizzle=0), replace(PACKED, swizzle=4), replace(PACKED, type=U6P, swizzle=6, dims=[128, 64], strides=[96]),
+        replace(BASE, dims=[1 << 32, 64, 8]), replace(BASE, strides=[(1 << 40) - 16, 16]), replace(BASE, box=[64, 256, 1]),
         replace(BASE, element_strides=[8, 8, 8]), replace(BASE, fill=1), replace(BASE, swizzle=0, box=[256, 1, 1]),
-        replace(BASE, interleave=1, swizzle=0), replace(BASE, interleave=2, swizzle=1), Descriptor(0x10010, 0, [16],
-            [], [16]),
+        replace(BASE, interleave=1, swizzle=0), replace(BASE, interleave=2, swizzle=1), Descriptor(0x10010, 0, [16], [], [16]),
         replace(PACKED, type=U4, dims=[2, 64], strides=[16], box=[32, 4], swizzle=1),
     ):  # fmt: skip
         assert d.check() == "", d
@@ -83,16 +80,14 @@ BROKEN = [
     (replace(BASE, box=[12, 16, 2]), "boxDim[0] times the element size is 24, must be a multiple of 16 bytes"),
     (replace(BASE, element_strides=[1, 0, 1]), "elementStrides[1] is 0, must be 1 to 8"),
     (replace(BASE, element_strides=[1, 1, 9]), "elementStrides[2] is 9, must be 1 to 8"),
-    (replace(BASE, box=[72, 16, 2]),
-        "boxDim[0] times the element size is 144, must be at most the swizzle's 128 bytes"),
+    (replace(BASE, box=[72, 16, 2]), "boxDim[0] times the element size is 144, must be at most the swizzle's 128 bytes"),
     (replace(BASE, swizzle=2), "boxDim[0] times the element size is 128, must be at most the swizzle's 64 bytes"),
     (replace(BASE, type=1, fill=1), "the NaN fill needs a floating-point type"),
     (replace(PACKED, fill=1), "the NaN fill needs a floating-point type"),
     (replace(PACKED, swizzle=1), "boxDim[0] times the element size is 64, must be at most the swizzle's 32 bytes"),
     (replace(PACKED, swizzle=2), "swizzle is 2, must be none, 128B or 128B_ATOM_32B with this packed type"),
     (replace(PACKED, swizzle=6), "swizzle is 6, must be none, 128B or 128B_ATOM_32B with this packed type"),
-    (replace(PACKED, dims=[256, 64, 4], strides=[128, 8192], box=[128, 16, 1], element_strides=[1, 1, 1], swizzle=0,
-        interleave=1), "this packed type cannot be interleaved"),
+    (replace(PACKED, dims=[256, 64, 4], strides=[128, 8192], box=[128, 16, 1], element_strides=[1, 1, 1], swizzle=0, interleave=1), "this packed type cannot be interleaved"),
     (replace(BASE, dims=[512, 64], interleave=1), "tensorRank is 2, must be at least 3 with an interleaved layout"),
     (replace(BASE, interleave=2), "an interleave of 32B needs the 32B swizzle"),
 ]  # fmt: skip

@@ -36,10 +36,8 @@ def kernel(copy: tuple[str, str]) -> str:
     """One thread fills 4 KiB of shared memory, copies a box at row ``y`` and waits for it."""
     expect = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], %n;" if "mbarrier" in copy[0] else ""
     return f"""{HEADER}.visible .entry k(.param .align 64 .b8 map[128], .param .u64 y, .param .u64 bytes) {{
-.reg .b64 %m, %q; .reg .b32 %a, %i, %n, %x, %y; .reg .pred %p; .shared .align 1024 .b8 s[4096];
-    .shared .align 8 .b64 bar;
-ld.param.u64 %q, [y]; cvt.u32.u64 %y, %q; ld.param.u64 %q, [bytes]; cvt.u32.u64 %n, %q; mov.u32 %x, 0; mov.u32 %a, s;
-    mov.u32 %i, 0;
+.reg .b64 %m, %q; .reg .b32 %a, %i, %n, %x, %y; .reg .pred %p; .shared .align 1024 .b8 s[4096]; .shared .align 8 .b64 bar;
+ld.param.u64 %q, [y]; cvt.u32.u64 %y, %q; ld.param.u64 %q, [bytes]; cvt.u32.u64 %n, %q; mov.u32 %x, 0; mov.u32 %a, s; mov.u32 %i, 0;
 F: st.shared.u32 [%a], 0; add.u32 %a, %a, 4; add.u32 %i, %i, 4; setp.lt.u32 %p, %i, 4096; @%p bra F;
 mbarrier.init.shared::cta.b64 [bar], 1; fence.proxy.async; mov.b64 %m, map; cvta.param.u64 %m, %m; {expect}
 {copy[0]}

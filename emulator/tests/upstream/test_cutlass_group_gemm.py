@@ -49,9 +49,9 @@ def test_fp8_gives_the_reference_numbers(compile_upstream, run_checked, rows_per
         check(run_checked, program, [128, 0, 200], 192, 384)
         return
     check(run_checked, program, [128, 0, 256], 192, 384)
-    # Scales that are major along K have rows of their own for each group. Beyond a group's rows the kernel copies none
-    # into shared memory but multiplies with them all the same, in rows that it then does not store: what the checker
-    # says is so, and no stored element shows it.
+    # Scales that are major along K have rows of their own for each group. Beyond a group's rows the kernel copies none into
+    # shared memory but multiplies with them all the same, in rows that it then does not store: what the checker says is
+    # so, and no stored element shows it.
     known = {"uninitialized read": ("ld.shared",)} if scale_major == "K" else None
     for report in check(run_checked, program, [40, 0, 128], 192, 384, known=known):
         assert report["space"] == "shared" and "ld.shared.f32" in report["instruction"], report["summary"]

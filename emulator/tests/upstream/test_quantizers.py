@@ -81,8 +81,7 @@ def arranged(scales: np.ndarray, layout: str) -> np.ndarray:
 
 
 def random_bits(dtype: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows at scales from the smallest to the largest, blocks at a power of two's edge, zeros, subnormals, infinities,
-    NaN."""
+    """Rows at scales from the smallest to the largest, blocks at a power of two's edge, zeros, subnormals, infinities, NaN."""
     mantissa, bias = (7, 127) if dtype == "bf16" else (10, 15)
     top = 2 * bias + 1  # the exponent field of infinity
     center = rng.integers(0, top, (rows, 1))

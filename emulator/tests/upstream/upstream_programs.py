@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 INCLUDES = ("include", "csrc", "csrc/nv_internal", "csrc/nv_internal/include", "cutlass/include",
-            "cutlass/tools/util/include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust",
-            "spdlog/include")  # fmt: skip
+            "cutlass/tools/util/include", "cccl/libcudacxx/include", "cccl/cub", "cccl/thrust", "spdlog/include")  # fmt: skip
 # The flags of upstream's JIT, but PTX only: the virtual GPU executes PTX, and ptxas would double the time.
 FLAGS = ("-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-w",
-         "-gencode", "arch=compute_121a,code=compute_121a", "-DENABLE_BF16", "-DENABLE_FP8",
-         "-DENABLE_FP4")  # fmt: skip
+         "-gencode", "arch=compute_121a,code=compute_121a", "-DENABLE_BF16", "-DENABLE_FP8", "-DENABLE_FP4")  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -32,10 +32,8 @@ _INT32 = [
     0x10000,
 ]
 _F32 = [
-    0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x800000, 0x3F800000, 0xBF800000, 0x3F000000, 0x40490FDB, 0x7F7FFFFF,
-    0xFF7FFFFF, 0x7F800000,
-    0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0x4B000000, 0x4B800001, 0x3F7FFFFF, 0x3F800001, 0x34000000,
-    0xC2FC0000, 0x42FE0000,
+    0, 0x80000000, 1, 0x80000001, 0x7FFFFF, 0x800000, 0x3F800000, 0xBF800000, 0x3F000000, 0x40490FDB, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000,
+    0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0x4B000000, 0x4B800001, 0x3F7FFFFF, 0x3F800001, 0x34000000, 0xC2FC0000, 0x42FE0000,
     0x4F000000, 0xCF000000, 0x5F000000, 0x00800001, 0x3FC00000, 0x40200000,
 ]  # fmt: skip
 _F16 = [
@@ -129,12 +127,9 @@ def _forms() -> list[tuple[str, str, int]]:
     def add(kind: str, *texts: str, bits: int | None = None) -> None:
         out.extend((kind, text, bits or (64 if kind in ("i64", "f64") else 32)) for text in texts)
 
-    for op in ("add.s32", "sub.s32", "mul.lo.s32", "mul.hi.s32", "mul.hi.u32", "mul24.lo.s32", "mul24.hi.u32",
-        "min.s32", "max.s32",
-               "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32", "shl.b32", "shr.u32", "shr.s32", "add.sat.s32",
-               "sub.sat.s32",
-               "div.s32", "div.u32", "rem.s32", "rem.u32", "bmsk.clamp.b32", "bmsk.wrap.b32", "szext.clamp.s32",
-               "szext.wrap.u32"):  # fmt: skip
+    for op in ("add.s32", "sub.s32", "mul.lo.s32", "mul.hi.s32", "mul.hi.u32", "mul24.lo.s32", "mul24.hi.u32", "min.s32", "max.s32",
+               "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32", "shl.b32", "shr.u32", "shr.s32", "add.sat.s32", "sub.sat.s32",
+               "div.s32", "div.u32", "rem.s32", "rem.u32", "bmsk.clamp.b32", "bmsk.wrap.b32", "szext.clamp.s32", "szext.wrap.u32"):  # fmt: skip
         guard = "setp.eq.u32 %p, %b, 0; @%p mov.b32 %b, 3; " if op[:3] in ("div", "rem") else ""
         add("i32", f"{guard}{op} %d, %a, %b;")
     add(
@@ -156,22 +151,15 @@ def _forms() -> list[tuple[str, str, int]]:
             )
         ),
     )
-    add("i32", *(f"{op} %d, %a, %b, %c;" for op in ("mad.lo.s32", "mad.hi.s32", "mad.hi.u32", "mad.hi.sat.s32",
-        "sad.s32", "sad.u32", "prmt.b32",
-        "prmt.b32.f4e", "prmt.b32.b4e", "prmt.b32.rc8", "prmt.b32.ecl", "prmt.b32.ecr", "prmt.b32.rc16",
-        "shf.l.wrap.b32", "shf.l.clamp.b32",
-        "shf.r.wrap.b32", "shf.r.clamp.b32", "dp4a.s32.s32", "dp4a.u32.u32", "dp4a.s32.u32", "dp2a.lo.s32.s32",
-        "dp2a.hi.u32.s32",
+    add("i32", *(f"{op} %d, %a, %b, %c;" for op in ("mad.lo.s32", "mad.hi.s32", "mad.hi.u32", "mad.hi.sat.s32", "sad.s32", "sad.u32", "prmt.b32",
+        "prmt.b32.f4e", "prmt.b32.b4e", "prmt.b32.rc8", "prmt.b32.ecl", "prmt.b32.ecr", "prmt.b32.rc16", "shf.l.wrap.b32", "shf.l.clamp.b32",
+        "shf.r.wrap.b32", "shf.r.clamp.b32", "dp4a.s32.s32", "dp4a.u32.u32", "dp4a.s32.u32", "dp2a.lo.s32.s32", "dp2a.hi.u32.s32",
         "bfe.u32", "bfe.s32", "slct.s32.s32", "slct.u32.s32")))  # fmt: skip
     add("i32", *(f"lop3.b32 %d, %a, %b, %c, {lut};" for lut in (0x00, 0x1B, 0x80, 0x96, 0xE8, 0xCA, 0xFE, 0x2D)))
-    add("i32", "bfi.b32 %d, %a, %b, %c, 7;", "bfi.b32 %d, %a, %b, 5, %c;",
-        "mul.wide.s32 %l, %a, %b; mov.b64 {%d, %t}, %l;", "mul.wide.s32 %l, %a, %b; mov.b64 {%t, %d}, %l;",
-        "mul.wide.u32 %l, %a, %b; mov.b64 {%t, %d}, %l;", "add.cc.u32 %t, %a, %b; addc.u32 %d, %c, 0;",
-        "sub.cc.u32 %t, %a, %b; subc.u32 %d, %c, 1;",
-        "mad.lo.cc.u32 %t, %a, %b, %c; madc.hi.u32 %d, %a, %b, %c;", "cvt.s32.s8 %d, %a;", "cvt.u32.u16 %d, %a;",
-        "cvt.sat.s8.s32 %d, %a;", "cvt.sat.u8.s32 %d, %a;",
-        "cvt.sat.u16.u32 %d, %a;", "cvt.sat.s16.s32 %d, %a;", "cvt.sat.s32.u32 %d, %a;",
-        "cvt.pack.sat.s8.s32.b32 %d, %a, %b, %c;", "cvt.pack.sat.u16.s32 %d, %a, %b;")  # fmt: skip
+    add("i32", "bfi.b32 %d, %a, %b, %c, 7;", "bfi.b32 %d, %a, %b, 5, %c;", "mul.wide.s32 %l, %a, %b; mov.b64 {%d, %t}, %l;", "mul.wide.s32 %l, %a, %b; mov.b64 {%t, %d}, %l;",
+        "mul.wide.u32 %l, %a, %b; mov.b64 {%t, %d}, %l;", "add.cc.u32 %t, %a, %b; addc.u32 %d, %c, 0;", "sub.cc.u32 %t, %a, %b; subc.u32 %d, %c, 1;",
+        "mad.lo.cc.u32 %t, %a, %b, %c; madc.hi.u32 %d, %a, %b, %c;", "cvt.s32.s8 %d, %a;", "cvt.u32.u16 %d, %a;", "cvt.sat.s8.s32 %d, %a;", "cvt.sat.u8.s32 %d, %a;",
+        "cvt.sat.u16.u32 %d, %a;", "cvt.sat.s16.s32 %d, %a;", "cvt.sat.s32.u32 %d, %a;", "cvt.pack.sat.s8.s32.b32 %d, %a, %b, %c;", "cvt.pack.sat.u16.s32 %d, %a, %b;")  # fmt: skip
     for r in ("rn", "rz", "rm", "rp"):
         add("i32", f"cvt.{r}.f32.s32 %d, %a;", f"cvt.{r}.f32.u32 %d, %a;")
         add(
@@ -182,17 +170,13 @@ def _forms() -> list[tuple[str, str, int]]:
             f"cvt.{r}.f64.u64 %d, %a;",
         )
         for ftz in ("", ".ftz"):
-            add("f32", *(f"{op}.{r}{ftz}.f32 %d, %a, %b;" for op in ("add", "sub", "mul", "div")),
-                f"fma.{r}{ftz}.f32 %d, %a, %b, %c;",
+            add("f32", *(f"{op}.{r}{ftz}.f32 %d, %a, %b;" for op in ("add", "sub", "mul", "div")), f"fma.{r}{ftz}.f32 %d, %a, %b, %c;",
                 f"rcp.{r}{ftz}.f32 %d, %a;", f"sqrt.{r}{ftz}.f32 %d, %a;")  # fmt: skip
-        add("f64", *(f"{op}.{r}.f64 %d, %a, %b;" for op in ("add", "sub", "mul", "div")),
-            f"fma.{r}.f64 %d, %a, %b, %c;", f"rcp.{r}.f64 %d, %a;", f"sqrt.{r}.f64 %d, %a;",
+        add("f64", *(f"{op}.{r}.f64 %d, %a, %b;" for op in ("add", "sub", "mul", "div")), f"fma.{r}.f64 %d, %a, %b, %c;", f"rcp.{r}.f64 %d, %a;", f"sqrt.{r}.f64 %d, %a;",
             f"cvt.{r}.f32.f64 %e, %a; cvt.u64.u32 %d, %e;")  # fmt: skip
     for r in ("rni", "rzi", "rmi", "rpi"):
-        add("f32", f"cvt.{r}.f32.f32 %d, %a;", f"cvt.{r}.s32.f32 %d, %a;", f"cvt.{r}.u32.f32 %d, %a;",
-            f"cvt.{r}.ftz.s32.f32 %d, %a;", f"cvt.{r}.s64.f32 %l, %a; mov.b64 {{%t, %d}}, %l;",
-            f"cvt.{r}.u64.f32 %l, %a; mov.b64 {{%d, %t}}, %l;", f"cvt.{r}.u8.f32 %d, %a;",
-            f"cvt.{r}.s16.f32 %d, %a;")  # fmt: skip
+        add("f32", f"cvt.{r}.f32.f32 %d, %a;", f"cvt.{r}.s32.f32 %d, %a;", f"cvt.{r}.u32.f32 %d, %a;", f"cvt.{r}.ftz.s32.f32 %d, %a;", f"cvt.{r}.s64.f32 %l, %a; mov.b64 {{%t, %d}}, %l;",
+            f"cvt.{r}.u64.f32 %l, %a; mov.b64 {{%d, %t}}, %l;", f"cvt.{r}.u8.f32 %d, %a;", f"cvt.{r}.s16.f32 %d, %a;")  # fmt: skip
         add(
             "f64",
             f"cvt.{r}.f64.f64 %d, %a;",
@@ -201,12 +185,9 @@ def _forms() -> list[tuple[str, str, int]]:
             f"cvt.{r}.s64.f64 %d, %a;",
             f"cvt.{r}.u64.f64 %d, %a;",
         )
-    add("f32", "add.rn.sat.f32 %d, %a, %b;", "mul.rn.ftz.sat.f32 %d, %a, %b;", "fma.rn.sat.f32 %d, %a, %b, %c;",
-        "abs.f32 %d, %a;", "abs.ftz.f32 %d, %a;", "neg.f32 %d, %a;",
-        "neg.ftz.f32 %d, %a;", "copysign.f32 %d, %a, %b;", "cvt.sat.f32.f32 %d, %a;", "cvt.ftz.f32.f32 %d, %a;",
-        "slct.f32.f32 %d, %a, %b, %c;", "slct.ftz.u32.f32 %d, %a, %b, %c;",
-        "cvt.rn.f16.f32 %h, %a; cvt.f32.f16 %d, %h;", "cvt.rn.bf16.f32 %h, %a; cvt.f32.bf16 %d, %h;",
-        "cvt.f64.f32 %l, %a; mov.b64 {%t, %d}, %l;")  # fmt: skip
+    add("f32", "add.rn.sat.f32 %d, %a, %b;", "mul.rn.ftz.sat.f32 %d, %a, %b;", "fma.rn.sat.f32 %d, %a, %b, %c;", "abs.f32 %d, %a;", "abs.ftz.f32 %d, %a;", "neg.f32 %d, %a;",
+        "neg.ftz.f32 %d, %a;", "copysign.f32 %d, %a, %b;", "cvt.sat.f32.f32 %d, %a;", "cvt.ftz.f32.f32 %d, %a;", "slct.f32.f32 %d, %a, %b, %c;", "slct.ftz.u32.f32 %d, %a, %b, %c;",
+        "cvt.rn.f16.f32 %h, %a; cvt.f32.f16 %d, %h;", "cvt.rn.bf16.f32 %h, %a; cvt.f32.bf16 %d, %h;", "cvt.f64.f32 %l, %a; mov.b64 {%t, %d}, %l;")  # fmt: skip
     for op in ("min", "max"):
         add(
             "f32",
@@ -245,15 +226,11 @@ def _forms() -> list[tuple[str, str, int]]:
                 for t in (["u64"] if unsigned else ["s64", "u64"])
             ),
         )
-    add("i32", "setp.lt.s32 %q, %b, %c; setp.lt.and.s32 %p, %a, %b, %q; selp.b32 %d, 1, 0, %p;",
-        "setp.lt.s32 %q, %b, %c; setp.lt.xor.s32 %p, %a, %b, !%q; selp.b32 %d, 1, 0, %p;",
-        "setp.lt.s32 %p|%q, %a, %b; selp.b32 %d, 1, 0, %q;", "set.lt.u32.s32 %d, %a, %b;",
-        "set.ge.f32.u32 %d, %a, %b;")  # fmt: skip
+    add("i32", "setp.lt.s32 %q, %b, %c; setp.lt.and.s32 %p, %a, %b, %q; selp.b32 %d, 1, 0, %p;", "setp.lt.s32 %q, %b, %c; setp.lt.xor.s32 %p, %a, %b, !%q; selp.b32 %d, 1, 0, %p;",
+        "setp.lt.s32 %p|%q, %a, %b; selp.b32 %d, 1, 0, %q;", "set.lt.u32.s32 %d, %a, %b;", "set.ge.f32.u32 %d, %a, %b;")  # fmt: skip
     for t in ("f16x2", "bf16x2"):
-        add(t, f"fma.rn.{t} %d, %a, %b, %c;", f"fma.rn.relu.{t} %d, %a, %b, %c;", f"neg.{t} %d, %a;",
-            f"abs.{t} %d, %a;", f"add.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;",
-            f"sub.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;",
-            f"mul.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;")  # fmt: skip
+        add(t, f"fma.rn.{t} %d, %a, %b, %c;", f"fma.rn.relu.{t} %d, %a, %b, %c;", f"neg.{t} %d, %a;", f"abs.{t} %d, %a;", f"add.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;",
+            f"sub.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;", f"mul.{'rn.' if t == 'bf16x2' else ''}{t} %d, %a, %b;")  # fmt: skip
     add(
         "f16x2",
         "add.sat.f16x2 %d, %a, %b;",
@@ -279,12 +256,9 @@ def _forms() -> list[tuple[str, str, int]]:
     ):
         guard = "setp.eq.u64 %p, %b, 0; @%p mov.b64 %b, 3; " if op[:3] in ("div", "rem") else ""
         add("i64", f"{guard}{op} %d, %a, %b;")
-    add("i64", "cvt.u32.u64 %e, %b; shl.b64 %d, %a, %e;", "cvt.u32.u64 %e, %b; shr.u64 %d, %a, %e;",
-        "cvt.u32.u64 %e, %b; shr.s64 %d, %a, %e;", "abs.s64 %d, %a;", "neg.s64 %d, %a;", "not.b64 %d, %a;",
-        "brev.b64 %d, %a;", "popc.b64 %e, %a; cvt.u64.u32 %d, %e;", "clz.b64 %e, %a; cvt.u64.u32 %d, %e;",
-        "bfind.s64 %e, %a; cvt.u64.u32 %d, %e;", "mad.lo.s64 %d, %a, %b, %c;",
-        "cvt.sat.s32.s64 %e, %a; cvt.u64.u32 %d, %e;", "cvt.sat.u32.s64 %e, %a; cvt.u64.u32 %d, %e;",
-        "cvt.u32.u8 %e, %b; bfe.u64 %d, %a, %e, 9;", "cvt.u32.u8 %e, %b; bfe.s64 %d, %a, 3, %e;",
+    add("i64", "cvt.u32.u64 %e, %b; shl.b64 %d, %a, %e;", "cvt.u32.u64 %e, %b; shr.u64 %d, %a, %e;", "cvt.u32.u64 %e, %b; shr.s64 %d, %a, %e;", "abs.s64 %d, %a;", "neg.s64 %d, %a;", "not.b64 %d, %a;",
+        "brev.b64 %d, %a;", "popc.b64 %e, %a; cvt.u64.u32 %d, %e;", "clz.b64 %e, %a; cvt.u64.u32 %d, %e;", "bfind.s64 %e, %a; cvt.u64.u32 %d, %e;", "mad.lo.s64 %d, %a, %b, %c;",
+        "cvt.sat.s32.s64 %e, %a; cvt.u64.u32 %d, %e;", "cvt.sat.u32.s64 %e, %a; cvt.u64.u32 %d, %e;", "cvt.u32.u8 %e, %b; bfe.u64 %d, %a, %e, 9;", "cvt.u32.u8 %e, %b; bfe.s64 %d, %a, 3, %e;",
         "cvt.u32.u8 %e, %c; bfi.b64 %d, %a, %b, %e, 11;")  # fmt: skip
     for mode in ("up", "down", "bfly", "idx"):
         for clamp in (0, 31, 0x1C1F, 0x181F, 0x1800):
@@ -294,24 +268,17 @@ def _forms() -> list[tuple[str, str, int]]:
             )
     for vote in ("any", "all", "uni"):
         add("i32", f"setp.lt.s32 %q, %a, %b; vote.sync.{vote}.pred %p, %q, -1; selp.b32 %d, 1, 0, %p;")
-    add("i32", "setp.lt.s32 %q, %a, %b; vote.sync.ballot.b32 %d, %q, -1;",
-        "and.b32 %t, %a, 3; match.any.sync.b32 %d, %t, -1;",
-        "and.b32 %t, %a, 1; match.all.sync.b32 %d|%p, %t, -1; @%p add.u32 %d, %d, 7;",
-        *(f"redux.sync.{op} %d, %a, -1;" for op in ("add.s32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32",
-        "or.b32", "xor.b32")))  # fmt: skip
+    add("i32", "setp.lt.s32 %q, %a, %b; vote.sync.ballot.b32 %d, %q, -1;", "and.b32 %t, %a, 3; match.any.sync.b32 %d, %t, -1;", "and.b32 %t, %a, 1; match.all.sync.b32 %d|%p, %t, -1; @%p add.u32 %d, %d, 7;",
+        *(f"redux.sync.{op} %d, %a, -1;" for op in ("add.s32", "min.s32", "max.s32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32")))  # fmt: skip
     return out
 
 
 APPROXIMATE = {  # text -> operand class
-    "ex2.approx.f32 %d, %a;": "f32", "ex2.approx.ftz.f32 %d, %a;": "f32", "lg2.approx.f32 %d, %a;": "f32",
-        "lg2.approx.ftz.f32 %d, %a;": "f32",
-    "rcp.approx.f32 %d, %a;": "f32", "rcp.approx.ftz.f32 %d, %a;": "f32", "rsqrt.approx.f32 %d, %a;": "f32",
-        "rsqrt.approx.ftz.f32 %d, %a;": "f32",
-    "sqrt.approx.f32 %d, %a;": "f32", "sqrt.approx.ftz.f32 %d, %a;": "f32", "div.approx.f32 %d, %a, %b;": "f32",
-        "div.full.f32 %d, %a, %b;": "f32",
+    "ex2.approx.f32 %d, %a;": "f32", "ex2.approx.ftz.f32 %d, %a;": "f32", "lg2.approx.f32 %d, %a;": "f32", "lg2.approx.ftz.f32 %d, %a;": "f32",
+    "rcp.approx.f32 %d, %a;": "f32", "rcp.approx.ftz.f32 %d, %a;": "f32", "rsqrt.approx.f32 %d, %a;": "f32", "rsqrt.approx.ftz.f32 %d, %a;": "f32",
+    "sqrt.approx.f32 %d, %a;": "f32", "sqrt.approx.ftz.f32 %d, %a;": "f32", "div.approx.f32 %d, %a, %b;": "f32", "div.full.f32 %d, %a, %b;": "f32",
     "tanh.approx.f32 %d, %a;": "f32", "sin.approx.f32 %d, %a;": "f32", "cos.approx.f32 %d, %a;": "f32",
-    "tanh.approx.f16x2 %d, %a;": "f16x2", "ex2.approx.f16x2 %d, %a;": "f16x2", "tanh.approx.bf16x2 %d, %a;": "bf16x2",
-        "ex2.approx.ftz.bf16x2 %d, %a;": "bf16x2",
+    "tanh.approx.f16x2 %d, %a;": "f16x2", "ex2.approx.f16x2 %d, %a;": "f16x2", "tanh.approx.bf16x2 %d, %a;": "bf16x2", "ex2.approx.ftz.bf16x2 %d, %a;": "bf16x2",
 }  # fmt: skip
 
 
@@ -321,14 +288,10 @@ def _case(kind: str, text: str, bits: int) -> Case:
     size = width // 8
     ptx = (
         f"{HEADER}.visible .entry k(.param .u64 out, .param .u64 in) {{\n"
-        f".reg .b64 %out, %in, %at, %l; .reg .b{width} %a, %b, %c; .reg .b{bits} %d; .reg .b32 %t, %e, %n, %x; .reg "
-        ".b16 %h; .reg .pred %p, %q;\n"
-        "ld.param.u64 %out, [out]; ld.param.u64 %in, [in]; mov.u32 %t, %tid.x; mov.u32 %x, %ctaid.x; mov.u32 %n, "
-        "%ntid.x;\n"
-        f"mad.lo.u32 %t, %x, %n, %t; mul.wide.u32 %at, %t, {size}; add.u64 %in, %in, %at; mul.wide.u32 %at, %t, "
-        f"{bits // 8}; add.u64 %out, %out, %at;\n"
-        f"ld.global.b{width} %a, [%in]; ld.global.b{width} %b, [%in+{COUNT * size}]; ld.global.b{width} %c, "
-        f"[%in+{2 * COUNT * size}];\n"
+        f".reg .b64 %out, %in, %at, %l; .reg .b{width} %a, %b, %c; .reg .b{bits} %d; .reg .b32 %t, %e, %n, %x; .reg .b16 %h; .reg .pred %p, %q;\n"
+        "ld.param.u64 %out, [out]; ld.param.u64 %in, [in]; mov.u32 %t, %tid.x; mov.u32 %x, %ctaid.x; mov.u32 %n, %ntid.x;\n"
+        f"mad.lo.u32 %t, %x, %n, %t; mul.wide.u32 %at, %t, {size}; add.u64 %in, %in, %at; mul.wide.u32 %at, %t, {bits // 8}; add.u64 %out, %out, %at;\n"
+        f"ld.global.b{width} %a, [%in]; ld.global.b{width} %b, [%in+{COUNT * size}]; ld.global.b{width} %c, [%in+{2 * COUNT * size}];\n"
         f"{text}\nst.global.b{bits} [%out], %d;\nret;\n}}\n"
     )
     parameters = [Buffer(bytes(COUNT * bits // 8)), Buffer(values.tobytes())]

@@ -26,17 +26,14 @@ def _ptx(rank: int, instruction: str) -> str:
         else "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\n"
     )
     return (
-        f"{HEADER}.visible .entry k(.param .align 64 .b8 map[128], .param .u64 tensor, .param .u64 image, .param "
-        ".u64 status,\n"
-        "  .param .s32 k0, .param .s32 k1, .param .s32 k2, .param .s32 k3, .param .s32 k4, .param .u32 off, .param "
-        ".u32 tx) {\n"
+        f"{HEADER}.visible .entry k(.param .align 64 .b8 map[128], .param .u64 tensor, .param .u64 image, .param .u64 status,\n"
+        "  .param .s32 k0, .param .s32 k1, .param .s32 k2, .param .s32 k3, .param .s32 k4, .param .u32 off, .param .u32 tx) {\n"
         f".shared .align 1024 .b8 area[{IMAGE_BYTES}];\n.shared .align 8 .b64 bar;\n"
         ".reg .b64 m, pi, ps, at; .reg .b32 t, s, x, n, d, bytes, c<5>; .reg .pred p, q;\n"
         "mov.b64 m, map; cvta.param.u64 m, m; ld.param.u64 pi, [image]; ld.param.u64 ps, [status];\n"
         + "".join(f"ld.param.s32 c{i}, [k{i}];\n" for i in range(5))
         + "ld.param.u32 d, [off]; ld.param.u32 bytes, [tx]; mov.u32 x, area; add.u32 d, d, x;\n"
-        "mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mul.wide.u32 at, t, 4; add.u64 pi, pi, at; shl.b32 s, t, 2; add.u32 "
-        "s, s, x;\n"
+        "mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mul.wide.u32 at, t, 4; add.u64 pi, pi, at; shl.b32 s, t, 2; add.u32 s, s, x;\n"
         + "".join(f"ld.global.b32 x, [pi+{i}]; st.shared.b32 [s+{i}], x;\n" for i in range(0, IMAGE_BYTES, 128))
         + "@q mbarrier.init.shared::cta.b64 [bar], 1;\n"
         "fence.proxy.async; bar.sync 0;\n@!q bra JOIN;\n"
@@ -50,10 +47,7 @@ def _ptx(rank: int, instruction: str) -> str:
 
 def _instruction(op: str, rank: int) -> str:
     if op == "load":
-        return (
-            f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [d], [m, @C], "
-            "[bar];"
-        )
+        return f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [d], [m, @C], [bar];"
     if op == "store":
         return f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group [m, @C], [d];"
     return f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{op}.tile.bulk_group [m, @C], [d];"
