@@ -21,6 +21,8 @@ import served
 import torch
 from test_vllm_models import serve
 
+from flashinfer_sm12x.vllm import settings
+
 ROUNDING = 2.0**-8
 """bfloat16's rounding of the output, and of act in a few places."""
 
@@ -153,7 +155,7 @@ def test_the_activations_parameters_are_vllms_choice(checkpoint_folder, door, ac
 
 # --- vLLM's interface, name by name -----------------------------------------------------------------------------------
 
-PLUGIN = Path(inspect.getfile(__import__("flashinfer_sm12x.vllm"))).parent
+PLUGIN = Path(settings.__file__).parent
 SOURCES = [ast.parse((PLUGIN / name).read_text()) for name in ("moe.py", "nvfp4.py", "model.py", "config.py")]
 
 
