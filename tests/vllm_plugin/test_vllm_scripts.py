@@ -74,7 +74,9 @@ PAGES = [*sorted(SCRIPTS.glob("*.py")), *sorted((SCRIPTS.parent / "docs").glob("
 
 
 @pytest.mark.parametrize(("name", "words"), [line for page in PAGES for line in LINE.findall(page.read_text())])
-def test_documented_lines_are_what_the_scripts_take(monkeypatch, name, words):
+def test_documented_lines_are_what_the_scripts_take(monkeypatch, tmp_path, name, words):
+    (tmp_path / "notes.txt").write_text("The text of a user.")
+    monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [name, *shlex.split(words.partition("&&")[0])])
     given = module.arguments()
