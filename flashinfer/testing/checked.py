@@ -237,8 +237,8 @@ def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> 
         "token_final_scales": ((tokens, top_k), (torch.float32,)),
         "fc1_weights": ((experts, rows, hidden // 2), (torch.uint8,)),
         "fc2_weights": ((experts, hidden, half), (torch.uint8,)),
-        "fc1_bias": ((experts, rows), HALVES),
-        "fc2_bias": ((experts, hidden), HALVES),
+        "fc1_bias": ((experts, rows), (*HALVES, torch.float32)),
+        "fc2_bias": ((experts, hidden), (*HALVES, torch.float32)),
         **dict.fromkeys(_OF_EXPERTS, ((experts,), (torch.float32,))),
     }
     optional = {field.name for field in dataclasses.fields(inputs) if "None" in str(field.type)}
