@@ -398,8 +398,7 @@ def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[in
     dram = " to ".join(f"{rate:,.0f}" for rate in CARD.dram)
     print(
         f"- {CARD.name}: {CARD.multiprocessors} SMs, {CARD.gigahertz} GHz, DRAM {dram} GB/s (95 to 85 % of what is "
-        "sold), with "
-        "a GB10's tactics, launches and L2"
+        "sold), with a GB10's tactics, launches and L2"
     )
 
 

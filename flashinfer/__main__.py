@@ -160,10 +160,8 @@ _FORMATS = click.Choice(["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"])
     "kv_cache",
     type=click.Choice(["bf16", "fp8"]),
     help="All that vLLM loads for gpt-oss with that type of KV cache: fused_moe_120, this fork's other operators, "
-    "and of "
-    "upstream's modules the attention with sinks (decode and prefill, with and without a window) and the sampler, "
-    "which take "
-    "the longest",
+    "and of upstream's modules the attention with sinks (decode and prefill, with and without a window) and the "
+    "sampler, which take the longest",
 )
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> None:
@@ -176,8 +174,7 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
     if installed := _installed_elsewhere():
         click.echo(
             f"this builds the modules of {_TREE}, which Python found in the working directory; {installed} is "
-            "installed, "
-            "whose modules vLLM loads: run the command in another folder to build those",
+            "installed, whose modules vLLM loads: run the command in another folder to build those",
             err=True,
         )
     with _in_one_line():

@@ -116,8 +116,8 @@ def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
         # Not warnings.warn: a user's filter may make it an error, and upstream's package must still be imported.
         logger.warning(
             "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's "
-            "kernels: "
-            "%s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve it",
+            "kernels: %s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve "
+            "it",
             reason,
             fix("--force-reinstall --no-deps "),
         )

@@ -283,8 +283,7 @@ def _require_rows(name: str, value: Any, shape: tuple[int, ...], device: torch.d
         if dims != 1 or heads not in (0, HEAD) or rows % 8 or rows < 0:
             raise ValueError(
                 f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple "
-                "of 8 "
-                "elements apart"
+                "of 8 elements apart"
             )
     start = value.data_ptr()
     size = 2 * ((shape[0] - 1) * rows + shape[1] * HEAD) if shape[0] else 0
@@ -413,8 +412,7 @@ def check_values(call: DecodeCall) -> None:
             if not 0 <= table[place] < num_pages:
                 raise ValueError(
                     f"block_tables[{sequence}, {place}] is {table[place]}; pages that a sequence sees must be from 0 "
-                    "to "
-                    f"{num_pages - 1}"
+                    f"to {num_pages - 1}"
                 )
 
 
@@ -432,8 +430,7 @@ def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | Non
         if capturing:  # its zeros would be one graph's own, written whenever that is replayed
             raise RuntimeError(
                 "decode_attention is captured before it was ever called: call it or prepare_decode_attention() "
-                "before the "
-                "capture, or give it a workspace_buffer"
+                "before the capture, or give it a workspace_buffer"
             )
         for each in (place, graphs):
             _workspaces.setdefault(each, torch.zeros(size, dtype=torch.uint8, device=device))

@@ -174,8 +174,7 @@ def check_together(chosen: Mapping[str, str]) -> None:
     if (chosen.get("moe"), chosen.get("moe_input")) == ("mxfp4-a16", "mxfp8"):
         raise VariableError(
             "moe is 'mxfp4-a16' and moe_input 'mxfp8': experts that multiply bf16 tokens take no MXFP8 input; choose "
-            "moe "
-            "'mxfp4-a8', or moe_input 'bf16'"
+            "moe 'mxfp4-a8', or moe_input 'bf16'"
         )
 
 
@@ -195,8 +194,7 @@ def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
         if "=" not in item and item not in PRESETS:
             raise VariableError(
                 f"{origin}: {item!r} is no key=value and no preset; it may be {also}{', '.join(PRESETS)}, pairs such "
-                "as "
-                f"moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(KEYS)}, or both with commas between them"
+                f"as moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(KEYS)}, or both with commas between them"
             )
         if item in PRESETS:
             chosen[PRESET] = item

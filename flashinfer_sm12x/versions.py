@@ -88,6 +88,5 @@ def upstream_alone() -> str:
     versions = [wheel.version for wheel in installed_wheels() if wheel.package == folder.resolve()]
     return (
         f"{UPSTREAM_DISTRIBUTION} {versions[0] if versions else 'of an unknown version'} in {folder.parent} is none "
-        "that "
-        f"flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)})"
+        f"that flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)})"
     )

@@ -33,8 +33,7 @@ def downloaded(version: str) -> Path:
         if done.returncode:
             raise RuntimeError(
                 f"the wheel flashinfer-python=={version}, over which this fork is tested, cannot be downloaded. On a "
-                "machine "
-                f"without a network put it into {DOWNLOADS}. pip says:\n{done.stderr}"
+                f"machine without a network put it into {DOWNLOADS}. pip says:\n{done.stderr}"
             )
     (wheel,) = DOWNLOADS.glob(pattern)
     return wheel

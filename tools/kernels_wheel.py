@@ -177,8 +177,7 @@ def take_library(module: dict[str, Any], package: Path, architecture: str) -> No
             needed = ".".join(map(str, version))
             raise WheelError(
                 f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, "
-                "Ubuntu: "
-                "apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
+                "Ubuntu: apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
             )
     module["library"] = f"{module['name']}-{architecture}.so"
     shutil.copyfile(library, package / module["library"])

@@ -59,8 +59,7 @@ def parse(text: str) -> Choice:
                 allowed = ", ".join([BF16, *OURS])
                 raise ValueError(
                     f"{text!r}: {key} is {value!r}; it may be {allowed}, the formats with -a16, -a8 or -a4 behind, "
-                    "and all of it "
-                    f"{', '.join(PRESETS)} or {LLAMA_CPP_NAME}"
+                    f"and all of it {', '.join(PRESETS)} or {LLAMA_CPP_NAME}"
                 )
             named[key] = weights
             if weights != BF16:

@@ -90,17 +90,13 @@ def assumptions(layers: str) -> list[str]:
         f"GB10: {MULTIPROCESSORS} SMs, {SCHEDULERS} schedulers each, {GIGAHERTZ} GHz, L2 of {L2_MEGABYTES:g} MB "
         "(published)",
         f"DRAM: {FAST.dram_gb_per_second:g} GB/s (a bf16 GEMV and a read-only probe) to {SLOW.dram_gb_per_second:g} "
-        "(marginal "
-        f"rate of streamed experts: 218 to 223), shares are of {MIDDLE.dram_gb_per_second:g} (saturating reads: 227 "
-        "to 253; "
-        "Marlin's LM head 233; sold as 273)",
+        f"(marginal rate of streamed experts: 218 to 223), shares are of {MIDDLE.dram_gb_per_second:g} (saturating "
+        "reads: 227 to 253; Marlin's LM head 233; sold as 273)",
         f"L2: {L2_USABLE:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
         "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
         f"MMA: {MMA_FLOPS_PER_CYCLE} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
-        "cards), twice as many with two packed MXFP4 ones (published); "
-        f"{FAST.bf16_flops_per_cycle:g} (as on RTX PRO) to {SLOW.bf16_flops_per_cycle:g} (what cuBLAS reaches on a "
-        "GB10) with "
-        "bf16",
+        f"cards), twice as many with two packed MXFP4 ones (published); {FAST.bf16_flops_per_cycle:g} (as on RTX PRO) "
+        f"to {SLOW.bf16_flops_per_cycle:g} (what cuBLAS reaches on a GB10) with bf16",
         f"issue: {ISSUE_PER_WARP} instructions per cycle for each resident warp of a scheduler, at most "
         f"{ISSUE_CEILING} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
         fixed[layers],

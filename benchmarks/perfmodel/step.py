@@ -309,8 +309,7 @@ def kept_kernel(
     batches = [str(key[3]) for key in kept() if (*key[:3], *key[4:]) == others]
     raise ValueError(
         f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in "
-        f"{activation}: "
-        f"{', '.join(batches) or 'none'} only"
+        f"{activation}: {', '.join(batches) or 'none'} only"
     )
 
 
@@ -676,16 +675,14 @@ def assumptions() -> list[str]:
     fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
     return [
         *gb10.assumptions("MoE"),
-        f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: 1.67 on a GB10, 2.9 on "
-        f"an H200, a graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; "
-        "attention: XQA takes "
-        f"10 to 11 on an H200); cuBLAS reads QKV and O in bf16 at {CUBLAS_GB_PER_SECOND:g} GB/s to DRAM's rate",
+        f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: 1.67 on a GB10, 2.9 on an H200, a "
+        f"graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: cuBLAS's and Marlin's on a GB10; attention: XQA "
+        f"takes 10 to 11 on an H200); cuBLAS reads QKV and O in bf16 at {CUBLAS_GB_PER_SECOND:g} GB/s to DRAM's rate",
         f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to "
         "1.12 on an H200)",
         f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate "
-        "(assumed), attention "
-        f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv "
-        "2307.08691)",
+        f"(assumed), attention {REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an "
+        "A100, arXiv 2307.08691)",
         "an all-reduce between two Sparks: {:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) to {:g} "
         "(NCCL, 8 KB, two "
         "Sparks, dgx-spark-playbooks #103), of 48 KB {:g} to {:g} (b12x #295)".format(

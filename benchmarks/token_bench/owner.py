@@ -104,13 +104,18 @@ def parts(step: Measured, report: Report) -> list[Figure]:
     return [*found, Figure("a decode step", "us", before.fast, before.slow, whole, (after.fast, after.slow))]
 
 
+def ends(figure: Figure, digits: int) -> str:
+    """The predicted range, or the one value."""
+    low, high = (f"{end:,.{digits}f}" for end in (figure.low, figure.high))
+    return low if low == high else f"{low} to {high}"
+
+
 def table(figures: Iterable[Figure]) -> str:
     """A line a figure."""
     body = []
     for each in figures:
         digits = 1 if each.high < 100 else 0
-        ends = f"{each.low:,.{digits}f}" + (f" to {each.high:,.{digits}f}" if each.high != each.low else "")
-        line = [each.name, each.unit, ends]
+        line = [each.name, each.unit, ends(each, digits)]
         if each.measured is None:
             body.append([*line, "not measured", "", ""])
             continue
@@ -122,8 +127,8 @@ def table(figures: Iterable[Figure]) -> str:
 def moved(given: Sequence[Figure], following: Sequence[Figure]) -> list[str]:
     """The assumptions that the measurements contradict, a sentence each."""
     lines = [
-        f"{each.name}: {each.measured:,.1f} {each.unit} where {each.low:,.1f} to {each.high:,.1f} is assumed "
-        f"({each.deviation:+.0%} from the middle)."
+        f"{each.name}: {each.measured:,.1f} {each.unit}; {ends(each, 1)} is assumed ({each.deviation:+.0%} from the "
+        "middle)."
         for each in given
         if each.outside
     ]
@@ -165,7 +170,8 @@ def page(report: Report, machine: Mapping[str, Any] | None, steps: Sequence[Meas
     """The whole page. It is what an owner can paste into an issue."""
     given, following = inputs(report), layers(report)
     told = ["### Measured beside predicted", *about(report, machine)]
-    if report.measured["device"].get("gb10") is not True:
+    is_gb10 = report.measured["device"].get("gb10") is True
+    if not is_gb10:
         told.append(f"**This GPU is no {GPU}; what is predicted is a {GPU}.**")
     told += ["Inputs of the prediction:", table(given), f"{LAYER_MODEL}'s MoE layer:", table(following)]
     for step in steps:
@@ -175,5 +181,8 @@ def page(report: Report, machine: Mapping[str, Any] | None, steps: Sequence[Meas
             title = f"{step.model}, {step.what()}, KV {step.step.kv}, QKV, O and LM head {step.step.formats['QKV']}"
             rate = f"{1e6 * step.step.tokens / step.replay.median:,.1f} tokens/s"
             told += [f"{title}: {rate}", table(of_step)]
-    told += ["Assumptions that moved:", "\n".join(f"- {line}" for line in moved(given, following))]
+    if not steps:
+        told.append("No decode step was measured.")
+    if is_gb10:  # another GPU's figures contradict no assumption about a GB10
+        told += ["Assumptions that moved:", "\n".join(f"- {line}" for line in moved(given, following))]
     return "\n\n".join(told) + "\n"

@@ -111,8 +111,7 @@ class _Sm12xModule:
         if mode is Mode.AUTO:
             raise ValueError(
                 "use_mxfp8_act_scaling and use_w4_group_scaling are both True; tactics of MXFP4 weights are those of "
-                "one "
-                "mode: pass the first for W4A8 or the second for W4A16"
+                "one mode: pass the first for W4A8 or the second for W4A16"
             )
         taken = (options[name] for name in ("activation_type", "output_dtype", "top_k", "ep_size", "enable_pdl"))
         return SM12xStageRunner(mode, *taken)
@@ -142,11 +141,10 @@ def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_r
 
 def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception:
     return NotImplementedError(
-        f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
+        "cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
         "Swiglu, SwigluStep or Relu2, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or "
-        "use_w4_group_scaling=True "
-        f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
-        f"{activation_type!r}. Other kinds need a CUDA device"
+        f"use_w4_group_scaling=True (bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, "
+        f"activation_type {activation_type!r}. Other kinds need a CUDA device"
     )
 
 

@@ -196,9 +196,8 @@ use_mxfp8_act_scaling, tune_max_num_tokens, activation_type, swizzled_input_sf
             raise ValueError(
                 f"activation_type is {activation_type!r}, use_mxfp8_act_scaling {use_mxfp8_act_scaling!r}, "
                 f"use_w4_group_scaling {use_w4_group_scaling!r}; it must be Swiglu, SwigluBias, SwigluStep or Relu2, "
-                "and a "
-                "flag name the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 "
-                "or float16), or both"
+                "and a flag name the mode: use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, "
+                "bfloat16 or float16), or both"
             )
         # In the order of MoECall's fields.
         self._experts: Any = (

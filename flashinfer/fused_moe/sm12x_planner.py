@@ -190,8 +190,7 @@ def wanted_tactics(
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
             f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it "
-            "cannot be "
-            f"FC2's alone: pass [{profile_ids[1]}, {profile_ids[1]}]"
+            f"cannot be FC2's alone: pass [{profile_ids[1]}, {profile_ids[1]}]"
         )
     if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):
         raise ValueError(

@@ -373,8 +373,7 @@ def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.dev
     if experts > MAX_ROUTED_EXPERTS:
         raise ValueError(
             f"router_logits is {describe(call.router_logits)}; it must have at most {MAX_ROUTED_EXPERTS} experts of "
-            "all "
-            "ranks (pass token_selected_experts and token_final_scales)"
+            "all ranks (pass token_selected_experts and token_final_scales)"
         )
     if call.is_padding is not None:
         require_tensor("is_padding", call.is_padding, [(tokens,)], [torch.bool], device, alignment=ELEMENT)

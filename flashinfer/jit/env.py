@@ -27,8 +27,7 @@ if not os.path.isabs(os.path.expanduser("~")):  # nor has the system's list of u
     if not _base:
         raise RuntimeError(
             "there is no folder for FlashInfer's cache: HOME is not set, and the user has no entry in the system's "
-            "list of "
-            "users. Set FLASHINFER_WORKSPACE_BASE to a folder that you may write to"
+            "list of users. Set FLASHINFER_WORKSPACE_BASE to a folder that you may write to"
         )
     # Upstream asks for the home folder in several places, also where it then takes the workspace.
     os.environ["HOME"] = os.environ["FLASHINFER_WORKSPACE_BASE"]

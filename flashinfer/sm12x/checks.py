@@ -174,8 +174,7 @@ def require_activation_bytes(name: str, rows: int, row_bytes: int) -> None:
     if rows * row_bytes >= MOST_ACTIVATION_BYTES:
         raise ValueError(
             f"{name} is {rows}; with {row_bytes} bytes a row these are activations of 64 GiB and more, it must be at "
-            "most "
-            f"{(MOST_ACTIVATION_BYTES - 1) // row_bytes}: split the batch"
+            f"most {(MOST_ACTIVATION_BYTES - 1) // row_bytes}: split the batch"
         )
 
 

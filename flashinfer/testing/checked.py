@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args
@@ -48,7 +49,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _before(function: F) -> Callable[[Callable[..., None]], F]:
     """Turn a check of arguments into ``function`` with that check before it."""
 
+    parameters = [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+
     def decorate(check: Callable[..., None]) -> F:
+        of_check = [(each.name, each.default) for each in inspect.signature(check).parameters.values()]
+        assert of_check == parameters, f"{check.__name__} and its check have other parameters"
+
         @functools.wraps(function)
         def checked(*arguments: Any, **named: Any) -> Any:
             check(*arguments, **named)
@@ -211,8 +217,7 @@ def _require_rows(rows: tuple[Any, ...], case: MoECase) -> None:
     if len(rows) != case.num_experts or sum(rows) != case.num_tokens * case.top_k:
         raise ValueError(
             f"routing is {len(rows)} numbers that add up to {sum(rows)}; it must be num_experts, {case.num_experts}, "
-            "that add "
-            f"up to num_tokens * top_k, {case.num_tokens * case.top_k}"
+            f"that add up to num_tokens * top_k, {case.num_tokens * case.top_k}"
         )
 
 

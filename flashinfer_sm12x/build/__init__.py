@@ -3,7 +3,8 @@
 
 ================  ====================================================================
 ``toolchain``     finds the CUDA compiler, its headers and libraries, and ninja
-``build_hash``   the hash of everything that goes into an object or a library
+``build_hash``    the hash of everything that goes into an object or a library
+``record``        names the inputs that changed since an older library
 ``engine``        writes the build plan, runs ninja, places the library
 ``jobs``          how many compilers at once, by cores and free memory
 ``trust``         refuses files that other users can write; writes files atomically

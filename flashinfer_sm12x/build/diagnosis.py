@@ -117,8 +117,7 @@ def hint_for(returncode: int, output: str) -> str | None:
     if output == WITHOUT_A_WORD:
         return (
             "either the compiler was killed because memory ran out (dmesg says so): free some, or set MAX_JOBS=1; or "
-            "it does "
-            "not work at all: run it with --version, and the host compiler that it runs, c++ --version"
+            "it does not work at all: run it with --version, and the host compiler that it runs, c++ --version"
         )
     ended_by = ending_signal(returncode, output)
     if ended_by is not None:
@@ -126,9 +125,8 @@ def hint_for(returncode: int, output: str) -> str | None:
     if re.search(_PIECES_THAT_DISAGREE, output):
         return (
             "the compiler and its headers or its code generator are of different CUDA releases: the toolkit is of "
-            "several, or "
-            "CPATH, NVCC_PREPEND_FLAGS or FLASHINFER_EXTRA_CUDAFLAGS puts another's headers in front. One whole: "
-            f"{toolchain.PIP_COMMAND}"
+            "several, or CPATH, NVCC_PREPEND_FLAGS or FLASHINFER_EXTRA_CUDAFLAGS puts another's headers in front. "
+            f"One whole: {toolchain.PIP_COMMAND}"
         )
     suffix = re.search(r"not supported on \.target '(sm_(\d+))'", output)
     if suffix is not None:
@@ -143,8 +141,7 @@ def hint_for(returncode: int, output: str) -> str | None:
         if number not in KNOWN:
             return (
                 f"this nvcc does not know {unknown.group(1)}, and no GPU of this family is that. "
-                "FLASHINFER_CUDA_ARCH_LIST is "
-                "12.1a for a DGX Spark, 12.0a for RTX 50 and RTX PRO Blackwell"
+                "FLASHINFER_CUDA_ARCH_LIST is 12.1a for a DGX Spark, 12.0a for RTX 50 and RTX PRO Blackwell"
             )
         return (
             f"this nvcc does not know {unknown.group(1)}: 12.0a needs CUDA 12.8, 12.1a and the suffix f need 12.9. "
@@ -159,8 +156,7 @@ def hint_for(returncode: int, output: str) -> str | None:
     if re.search(r"\.o: (?:error: )?file (?:not recognized|too short|truncated|is empty)", output):
         return (
             "an object in the cache is damaged, by a full disk or a loss of power. Remove the module and build it "
-            "again: "
-            "python -m flashinfer sm12x-cache clear --module NAME, with the name above"
+            "again: python -m flashinfer sm12x-cache clear --module NAME, with the name above"
         )
     library = re.search(r"cannot find -l(\w+)", output)
     if library is not None:
@@ -201,10 +197,8 @@ def spill_warning(module: str, banner: str, spilling: Mapping[str, int]) -> str:
     objects = ", ".join(f"{name} ({size} bytes a thread)" for name, size in sorted(spilling.items()))
     return (
         f"{module} works, but more slowly than it should: nvcc {version[1] if version else 'of unknown version'} "
-        "spills "
-        f"registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of your own, "
-        "does "
-        "not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: "
+        f"spills registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of "
+        "your own, does not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: "
         f"{toolchain.PIP_COMMAND}"
     )
 
@@ -222,8 +216,8 @@ def _ended_by(number: signal.Signals) -> str:
         )
     return (
         f"the compiler crashed with {number.name}. What is built stays, and a new run resumes from there. If it "
-        "crashes "
-        "again at the same source, try another version of the compiler; if at different ones, suspect memory or disk"
+        "crashes again at the same source, try another version of the compiler; if at different ones, suspect memory "
+        "or disk"
     )
 
 

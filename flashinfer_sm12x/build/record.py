@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a library's inputs, from which the log of a later build tells what changed.
+"""The record of a library's inputs, with which the log of a later build names the inputs that changed.
 
-It lies beside the library, is named after it, and decides nothing: a library is of now if its name has the hash of the
-inputs as they are now (``build_hash``). A record that is missing or damaged tells nothing.
+The record is a JSON file next to the library, with the library's name. It decides nothing: the hash in the library's
+name decides whether a library is current (``build_hash``). A missing or damaged record names nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def record_of(library: Path) -> Path:
 
 
 def write_record(library: Path, parts: Mapping[str, Any]) -> None:
-    """Record the parts that a library's key is the hash of.
+    """Record the parts of a library's build hash.
 
     Args:
         library: The library.
-        parts: Names and values of the arguments of :func:`~.build_hash.hash_of`, as :class:`~.engine.Keys` has them.
+        parts: Names and values of the arguments of :func:`~.build_hash.hash_of`, from :class:`~.engine.BuildHashes`.
 
     Raises:
         OSError: it cannot be written.
@@ -41,7 +41,7 @@ def changes_since(library: Path, parts: Mapping[str, Any]) -> str:
 
     Args:
         library: The older library.
-        parts: The parts of the key now.
+        parts: The parts of the build hash now.
 
     Returns:
         The list; empty if the library has no record that can be read, or if nothing differs.

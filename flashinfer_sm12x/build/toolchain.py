@@ -230,15 +230,13 @@ def discover(
         if not driver and not _is_executable(root / "bin" / "nvcc"):
             raise ToolchainError(
                 f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of {_MINIMUM_VERSION} "
-                "or "
-                f"later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
+                f"or later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
             )
         toolkit = _toolkit(root, variable, wheels, driver)
         if reason := _why_unusable(toolkit, needed):
             raise ToolchainError(
                 f"{variable}={environ[variable]}: {reason}. Point it at another toolkit, or unset it to use nvcc on "
-                "PATH "
-                f"or the one that this installs: {_fix([toolkit], needed)}"
+                f"PATH or the one that this installs: {_fix([toolkit], needed)}"
             )
         return toolkit
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
@@ -256,8 +254,7 @@ def discover(
     if not passed_over:
         raise ToolchainError(
             f"no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, {default_root} has "
-            "none, "
-            f"and no wheel brings one. Install one with: {PIP_COMMAND}"
+            f"none, and no wheel brings one. Install one with: {PIP_COMMAND}"
         )
     command = _fix(passed_over.values(), needed)
     raise ToolchainError(f"no CUDA compiler can be used: {'; '.join(passed_over)}. Install one that can: {command}")

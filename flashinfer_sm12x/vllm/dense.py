@@ -108,8 +108,8 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
     if choice.weights not in VLLMS:
         raise fallback.Refusal(
             f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that "
-            "multiplies "
-            f"{choice.weights} weights as this plugin makes them; it may be auto, or the layer in {' or '.join(VLLMS)}"
+            f"multiplies {choice.weights} weights as this plugin makes them; it may be auto, or the layer in "
+            f"{' or '.join(VLLMS)}"
         )
     try:
         if choice.weights == "mxfp8":
@@ -188,8 +188,8 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
         raise fallback.Refusal(
             f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: "
-            f"{reason}. "
-            f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
+            f"{reason}. Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: "
+            f"--additional-config '{off}'"
         )
 
 

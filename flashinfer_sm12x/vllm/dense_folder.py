@@ -167,8 +167,7 @@ class Layer:
         if loaded:  # rows of the layer that would be 0
             raise FolderError(
                 f"{self.name} has {', '.join(self.parts)}, and the checkpoint has {', '.join(loaded)} of that layer, "
-                "too: "
-                "it was made of another model"
+                "too: it was made of another model"
             )
 
     def _cut(self, parts: list[torch.Tensor], rows: int, columns: int) -> torch.Tensor:

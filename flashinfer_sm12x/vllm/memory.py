@@ -60,8 +60,7 @@ def _bound_share(cache: Any) -> None:
         cache.gpu_memory_utilization = share
         logger.warning(
             "flashinfer-sm12x: --gpu-memory-utilization is %s in place of vLLM's default of %s: the GPU's memory is "
-            "the "
-            "host's, which stops where none is left (%s). To take more, name another number than %s",
+            "the host's, which stops where none is left (%s). To take more, name another number than %s",
             share,
             default,
             PAGE,
@@ -70,8 +69,7 @@ def _bound_share(cache: Any) -> None:
     else:
         logger.warning(
             "flashinfer-sm12x: --gpu-memory-utilization %s is more than %s of a memory that is the host's, too; "
-            "starts take "
-            "20 to 30 GiB beyond it, and hosts without memory stop (%s)",
+            "starts take 20 to 30 GiB beyond it, and hosts without memory stop (%s)",
             given,
             share,
             PAGE,
@@ -99,11 +97,8 @@ def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
             gib = host_memory.GIB
             raise RuntimeError(
                 f"flashinfer-sm12x: the load was stopped before {name}: {host.available / gib:.1f} of "
-                f"{host.total / gib:.0f} "
-                f"GiB of the host's memory are free, and below {host_memory.HEADROOM // gib} a host that shares it "
-                "with its "
-                f"GPU may stop answering ({PAGE}). Stop what else holds memory ('ps -eo rss,pid,args --sort=-rss | "
-                "head', "
-                "'docker ps'), or load a smaller model"
+                f"{host.total / gib:.0f} GiB of the host's memory are free, and below {host_memory.HEADROOM // gib} a "
+                f"host that shares it with its GPU may stop answering ({PAGE}). Stop what else holds memory ('ps -eo "
+                "rss,pid,args --sort=-rss | head', 'docker ps'), or load a smaller model"
             )
         yield name, tensor

@@ -137,9 +137,8 @@ def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str
         if chosen.partition("-")[0] != weights:
             raise variables.VariableError(
                 f"{kind} is {chosen!r}, and {together[variables.FOLDER]!r}, the folder under {variables.FOLDER!r}, "
-                "has it in "
-                f"{weights}: leave {kind} out, or choose a folder that was quantized with --{kind.replace('_', '-')} "
-                "bf16"
+                f"has it in {weights}: leave {kind} out, or choose a folder that was quantized with "
+                f"--{kind.replace('_', '-')} bf16"
             )
         found[kind] = chosen
     return found

@@ -26,8 +26,7 @@ UVS_OPTIONS = {"install": {"-e", "--force-reinstall", "--no-deps"}, "uninstall":
 
 NVIDIA_SMI_DISPLAYS = (
     "MEMORY UTILIZATION ECC TEMPERATURE POWER CLOCK COMPUTE PIDS PERFORMANCE SUPPORTED_CLOCKS PAGE_RETIREMENT "
-    "ACCOUNTING "
-    "ENCODER_STATS VOLTAGE ROW_REMAPPER"
+    "ACCOUNTING ENCODER_STATS VOLTAGE ROW_REMAPPER"
 ).split()
 """Words that ``nvidia-smi -d`` takes beside ``-q``, several with commas between them."""
 

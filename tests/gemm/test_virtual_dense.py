@@ -152,7 +152,7 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> No
     swizzled = scales.reshape(-1, 32, 4, 4)  # word along K, row % 32, row / 32, block
     largest = 0x7E if row.weights == "nvfp4" else 200  # 448, 2^73
     swizzled[0, 3, 0, 1] = largest  # row 3
-    swizzled[1, 25, 0, 2] = 255  # NaN: row 25, of another slab
+    swizzled[1, 25, 0, 2] = 255  # NaN: row 25, of another M16 fragment
     weight.view(torch.uint8)[20, 5] = 0x7F if row.weights == "mxfp8" else 0x77
     linear = unswizzle_scales(scales, 48, 4 * len(swizzled))
     assert int(linear[3, 1]) == largest

@@ -340,10 +340,9 @@ def test_pip_toolkit_alone_is_enough(gxx: str, workspace: Path) -> None:
     environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
     code = (
         "from pathlib import Path; from flashinfer.jit.sm12x import modules; from flashinfer_sm12x.build import "
-        "toolchain;"
-        f"toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});"
-        "plan = modules.gen_fused_moe_module().plan;"
-        "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"
+        f"toolchain;toolchain.DEFAULT_ROOT = Path({str(workspace / 'no default')!r});plan = "
+        "modules.gen_fused_moe_module().plan;print(plan.description); print(plan.steps[0].compiler); "
+        "print(*plan.link_flags)"
     )
     out = forked_python.run(["-c", code], env=environment)
     assert out.returncode == 0, out.stderr

@@ -52,9 +52,8 @@ def warning(version: str, site: Path, python: Path | str = sys.executable) -> st
 
     return (
         "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: flashinfer-python "
-        f"{version} in "
-        f"{site} is none that flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)}). "
-        "For this "
+        f"{version} in {site} is none that flashinfer-sm12x {__fork_version__} was tested with "
+        f"({', '.join(TESTED_VERSIONS)}). For this "
         f'fork\'s kernels: "{python}" -m pip install --force-reinstall --no-deps '
         f'"flashinfer-python=={TESTED_VERSIONS[0]}", unless other packages need the one that is there; then a newer '
         "flashinfer-sm12x may serve it\n"

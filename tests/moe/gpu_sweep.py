@@ -495,9 +495,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs "
-        f"{dict(ran)}, "
-        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} cases failed, "
-        f"at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"{dict(ran)}, {gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} "
+        f"cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 

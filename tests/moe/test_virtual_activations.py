@@ -39,14 +39,14 @@ def test_swiglu_step(mode: int, streamed: bool) -> None:
 
 
 # Outputs of FC1 without gate rows: of a tile's halves the second is not there (160, 32), partly there (352, 224) or
-# whole (384); a stream's units are of one, two and four slabs (hidden 2,688, 1,248 and the others with whole units of
-# 64).
+# whole (384); a split-K kernel's work tiles have one, two and four M16 fragments (hidden 2,688, 1,248 and the others,
+# multiples of 64).
 RELU2 = {
     "160 rows": MoECase(9, 288, 160, 4, 2, 0, relu2=True),
     "32 rows": MoECase(40, 96, 32, 4, 2, 0, biases=False, relu2=True),
     "352 rows": MoECase(70, 1248, 352, 4, 2, 0, swizzled_input_sf=False, relu2=True),
     "384 rows": MoECase(21, 256, 384, 4, 2, 0, relu2=True),
-    "one slab a unit": MoECase(3, 2688, 96, 3, 2, 0, biases=False, relu2=True),
+    "one fragment a work tile": MoECase(3, 2688, 96, 3, 2, 0, biases=False, relu2=True),
     "top 22, routed in registers": MoECase(1, 160, 224, 25, 22, 0, relu2=True),
     "top 22, routed in shared memory": MoECase(3, 160, 224, 25, 22, 0, biases=False, relu2=True),
     "a shard": MoECase(9, 352, 416, 16, 2, 0, ep_size=2, ep_rank=1, relu2=True),

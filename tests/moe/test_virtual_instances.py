@@ -456,13 +456,14 @@ def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, toke
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
     tiles = [min(16, count - first) for count in rows for first in range(0, count, 16)]
     assert min(tiles) <= 8 < max(tiles), rows
-    # Eight MMAs a step for each K block that a warp takes: FC1's slabs have 8 outputs, FC2's 16. Three K blocks are two
-    # warps, two are one. The warm-up is a step of one slab for each warp of a block that has one in FC1.
+    # Eight MMAs a step for each K block that a warp takes: FC1's M16 fragments have 8 outputs, FC2's 16. Three K
+    # blocks are two warps, two are one. The prewarm is a step of one fragment for each warp of a block that has one in
+    # FC1.
     k_blocks = instance.block_k // 128
-    slab = 8 * k_blocks * (inter // 8 * 2 + hidden // 16 * 1)
+    steps = 8 * k_blocks * (inter // 8 * 2 + hidden // 16 * 1)
     launch = layer_launch(device)
     warm_up = launch.grid[0] * 8 * k_blocks * (4 * 2)
-    assert launch.counters.by_class["mma"] == warm_up + slab * sum(2 if tile > 8 else 1 for tile in tiles)
+    assert launch.counters.by_class["mma"] == warm_up + steps * sum(2 if tile > 8 else 1 for tile in tiles)
 
 
 @pytest.mark.races

@@ -257,8 +257,7 @@ def test_a_choice_that_contradicts_the_folder_ends_the_start(tmp_path, monkeypat
         settings.resolve({"sm12x": {"dense": folder, **given}})
     assert str(error.value) == (
         f"{messages}{folder!r}, the folder under 'dense', has it in {weights}: leave {kind} out, or choose a folder "
-        "that was "
-        f"quantized with --{option} bf16"
+        f"that was quantized with --{option} bf16"
     )
 
 

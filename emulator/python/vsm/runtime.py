@@ -249,8 +249,7 @@ def activate_runtime() -> Runtime:
         if others and _handle(name) != _handle(str(directory / name)):
             raise VsmError(
                 f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not "
-                "the "
-                "virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "
+                "the virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "
                 f"LD_PRELOAD={directory / _LIBRARIES[0]}"
             )
     libraries = [ctypes.CDLL(str(directory / name), mode=os.RTLD_GLOBAL | os.RTLD_NOW) for name in _LIBRARIES]

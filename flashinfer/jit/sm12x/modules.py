@@ -278,8 +278,7 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
         # FA3 reads FP8 caches with FP8 queries only, and its kernel with sinks has no transposed V for those.
         raise RuntimeError(
             "on 9.0 upstream's prefill with sinks does not compile for an FP8 KV cache, so vLLM's FLASHINFER backend "
-            "cannot "
-            "serve one; use sm12x-build --vllm bf16 there"
+            "cannot serve one; use sm12x-build --vllm bf16 there"
         )
     prefill = "fa3" if hopper else "fa2"
     specs = [gen_sampling_module()]

@@ -80,7 +80,6 @@ def find_target() -> Target:
     if not serves_cuda(index):
         raise NoTargetError(
             f"{properties.name} (compute capability {properties.major}.{properties.minor}) is not served by this "
-            "fork's "
-            "kernels: they are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
+            "fork's kernels: they are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
         )
     return Target(torch.device("cuda", index), properties.name, capability, properties.multi_processor_count)
