@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of a dense layer with a norm in front, of the largest outputs of each row, and of rows dequantized
-// to bfloat16. Included at the end of the dense layer's binding alone.
+// TVM-FFI bindings of a dense layer with a norm in front, of the largest outputs of each row, of rescored logits, and of
+// rows dequantized to bfloat16. Included at the end of the dense layer's binding alone.
 #include "flashinfer/sm12x/rows/dequantize.cuh"
+#include "flashinfer/sm12x/rows/rescore.cuh"
 #include "flashinfer/sm12x/rows/top_k.cuh"
 
 namespace flashinfer::sm12x {
@@ -62,6 +63,49 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
+// Rescores logits that a dense layer has written; with `values`, then finds the largest of each row.
+void rescore_run(TensorView logits, TensorView tokens, TensorView fine, Optional<TensorView> fine_scales,
+                 int64_t fine_format, Optional<TensorView> bias, int64_t groups, int64_t rescored,
+                 Optional<TensorView> values, Optional<TensorView> indices, int64_t first_index,
+                 Optional<TensorView> ranks, bool enable_pdl) {
+  RescoreParams p = {};
+  p.num_tokens = checked_int(logits.size(0), "the number of tokens");
+  p.n = checked_int(logits.size(1), "n");
+  p.groups = checked_int(groups, "groups");
+  p.rescored = checked_int(rescored, "rescored");
+  const int k = checked_int(tokens.size(1), "k");
+  TVM_FFI_CHECK(p.num_tokens > 0 && p.n > 0 && tokens.size(0) == p.num_tokens && fine.size(0) == p.n, ValueError)
+      << "logits must be [tokens, n], of at least one token and one row of the fine weight";
+  TVM_FFI_CHECK(p.groups > 0 && p.rescored > 0 && p.rescored <= kMaxRescored, ValueError)
+      << "groups is " << groups << ", rescored " << rescored << "; they must be positive, rescored at most "
+      << kMaxRescored;
+  TVM_FFI_CHECK(group_rows(p.n, p.groups) <= kMaxGroupRows && int64_t{p.groups} * p.num_tokens < (int64_t{1} << 31),
+                ValueError)
+      << "groups is " << groups << "; a group has at most " << kMaxGroupRows << " rows, a launch 2^31 - 1 blocks";
+  p.tokens = dense_rows(tokens, {}, static_cast<int64_t>(TokenFormat::kBf16), k);
+  p.fine = dense_rows(fine, fine_scales, fine_format, k);
+  TVM_FFI_CHECK(p.fine.format == TokenFormat::kBf16 || p.fine.format == TokenFormat::kMxint8Swizzled, ValueError)
+      << "the fine weight must be bfloat16 or MXINT8";
+  p.logits = logits.data_ptr();
+  p.type = scalar_type(logits, "logits");
+  p.bias = data_or_null<const void>(bias);
+  if (bias.has_value()) {
+    TVM_FFI_CHECK(bias.value().numel() == p.n, ValueError) << "bias must have n elements";
+    p.bias_type = scalar_type(bias.value(), "bias");
+  }
+  const LaunchOptions options = launch_options(tokens, enable_pdl);
+  if (!values.has_value()) return check_status(run_rescore(p, options));
+  TVM_FFI_CHECK(indices.has_value() && ranks.has_value(), ValueError) << "values come with indices and ranks";
+  RowTopKParams search = row_top_k(values.value(), indices.value(), first_index, ranks.value(), p.n);
+  TVM_FFI_CHECK(search.num_rows == p.num_tokens, ValueError) << "indices must have a row for each token";
+  search.count = p.groups * search.top_k;
+  TVM_FFI_CHECK(ranks.value().numel() >= int64_t{8} * p.num_tokens * search.count, ValueError) << "ranks is too small";
+  p.ranks = search.ranks;
+  p.top_k = search.top_k;
+  check_status(run_rescore(p, options));
+  check_status(run_top_k_of_ranks(search, options));
+}
+
 // A dense layer behind an RMSNorm of its bfloat16 tokens, of a split-K tactic: at most eight.
 void dense_normed_run(Optional<TensorView> sum, Optional<TensorView> addend, TensorView norm_weight, double epsilon,
                       TensorView out, TensorView tokens, TensorView weights, TensorView weight_scales,
@@ -90,6 +134,7 @@ void dequantize_rows(TensorView out, TensorView rows, Optional<TensorView> scale
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_normed_run, flashinfer::sm12x::dense_normed_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_top_k_run, flashinfer::sm12x::dense_top_k_run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_rescore_run, flashinfer::sm12x::rescore_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_run, flashinfer::sm12x::row_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_workspace_size, flashinfer::sm12x::row_top_k_workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dequantize_rows, flashinfer::sm12x::dequantize_rows);

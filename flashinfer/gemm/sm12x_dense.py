@@ -68,6 +68,8 @@ _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
 _NAMES = {
     "dense_block_scaled": {},
     "dense_block_scaled_top_k": {"out": "logits"},
+    "dense_block_scaled_rescored": {},
+    "dense_block_scaled_rescored_top_k": {"out": "logits"},
     "rmsnorm_dense_block_scaled": {},
     "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale"},
 }

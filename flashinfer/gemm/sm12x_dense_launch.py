@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ DEQUANTIZED_ROWS = 2048
 # Formats of token rows, as the kernels number them (TokenFormat in types.h).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
+FineFormat = Literal["bf16", "mxint8"]
 _ROWS_OF_WEIGHTS = {"mxfp4": MXFP4_SWIZZLED, "mxfp8": MXFP8_SWIZZLED, "mxfp6": 8, "mxint8": 9, "nvfp4": 10}
 
 
@@ -83,13 +84,17 @@ class RowTopK(NamedTuple):
 
     def compute_on_cpu(self, logits: torch.Tensor) -> None:
         """Select as the kernels do: the first of equal numbers, and NaN above all others."""
-        numbers = logits.float() + 0.0  # -0 is 0
-        bits = torch.where(numbers.isnan(), 0x7FFFFFFF, numbers.view(torch.int32)).long()
-        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        ranks = ordered * 2**32 - torch.arange(logits.shape[1])  # they differ
-        places = ranks.topk(self.indices.shape[1]).indices
-        self.values.copy_(numbers.gather(1, places))
+        places = ranks_of(logits).topk(self.indices.shape[1]).indices
+        self.values.copy_(logits.float().gather(1, places) + 0.0)  # -0 is 0
         self.indices.copy_(places + self.first_index)
+
+
+def ranks_of(logits: torch.Tensor) -> torch.Tensor:
+    """int64 that order the numbers of each row, all different: the first of equal numbers and NaN are the largest."""
+    numbers = logits.float() + 0.0  # -0 is 0
+    bits = torch.where(numbers.isnan(), 0x7FFFFFFF, numbers.view(torch.int32)).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ordered * 2**32 - torch.arange(logits.shape[1], device=logits.device)
 
 
 # Thresholds at which another kernel becomes faster: measured on an H200 for gpt-oss's layers, predicted for SM12x.
@@ -220,6 +225,17 @@ def dense_module(backend: Backend, weights: str) -> Any:
     return backend.module(gen_dense_module, weights)
 
 
+def row_ranks(backend: Backend, module: Any, m: int, n: int, top_k: RowTopK, least: int = 0) -> torch.Tensor:
+    """Workspace of ``least`` bytes or more, in which the largest of ``m`` rows of ``n`` outputs are found."""
+    size = workspace_size(backend, module, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
+    return backend.empty(max(size, least))
+
+
+def rows_format(weights: str) -> int:
+    """The number by which the kernels know rows of a weight's format, or of bf16."""
+    return BF16 if weights == "bf16" else _ROWS_OF_WEIGHTS[weights]
+
+
 def launch(
     backend: Backend | None, row: Instance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
@@ -239,8 +255,7 @@ def launch(
     writes = [out]
     largest: tuple[Any, ...] = ()
     if top_k is not None:
-        size = workspace_size(backend, module, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
-        largest = (*top_k, backend.empty(size))
+        largest = (*top_k, row_ranks(backend, module, m, n, top_k))
         writes += [top_k.values, top_k.indices, largest[-1]]
     if row is None:
         with plain_torch(call.x.device):
@@ -305,7 +320,7 @@ def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
 def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
     x, weight, k = call.x, call.weight, call.k
-    n, rows_format = weight.shape[0], _ROWS_OF_WEIGHTS[call.weight_format]
+    n = weight.shape[0]
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
@@ -317,7 +332,7 @@ def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> No
     for first in range(0, n, chunk):
         part = slice(first, min(n, first + chunk))
         some = dequantized[: part.stop - first]
-        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], rows_format)
+        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], rows_format(call.weight_format))
         for row in range(0, x.shape[0], DEQUANTIZED_ROWS):
             rows = slice(row, row + DEQUANTIZED_ROWS)
             _finish(call, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))

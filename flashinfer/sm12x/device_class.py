@@ -50,6 +50,9 @@ class DeviceClass:
     cublas_tokens_in_pieces : Mapping
         The same, by the weights' format, for weights that are dequantized in pieces; a format without an entry:
         ``cublas_tokens``.
+    rescored_bytes : float
+        Bytes that a rescored LM head may read, as a multiple of its fine weight's; beyond, that weight computes all
+        logits (``sm12x_dense_rescored.rescores``).
     dense_tiles_per_sm : int
         Tiles of a dense layer's output per SM up to which its tiles are small (``sm12x_dense_launch.choose_instance``).
     unified_memory : bool
@@ -73,6 +76,7 @@ class DeviceClass:
     cublas_tokens: int
     cublas_tokens_in_pieces: Mapping[str, int]
     dense_tiles_per_sm: int
+    rescored_bytes: float
     unified_memory: bool = False
     opt_in: bool = False
 
@@ -123,6 +127,7 @@ GB10 = DeviceClass(
     cublas_tokens=4096,
     cublas_tokens_in_pieces={},
     dense_tiles_per_sm=1,  # a prediction
+    rescored_bytes=1.0,  # memory binds both, by arithmetic
     unified_memory=True,
 )
 CARD = dataclasses.replace(
@@ -152,6 +157,7 @@ HOPPER = DeviceClass(
     # As of an LM head: measured for MXFP4 and MXFP8, and taken to be alike for formats of about as many bits.
     cublas_tokens_in_pieces={"mxfp4": 1024, "nvfp4": 1024, "mxfp6": 512, "mxint8": 512, "mxfp8": 512},
     dense_tiles_per_sm=2,  # measured on an H200
+    rescored_bytes=1.0,
     opt_in=True,
 )
 CLASSES = (GB10, CARD, HOPPER)

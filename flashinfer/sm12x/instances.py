@@ -37,6 +37,11 @@ class ElementFormat(NamedTuple):
     mma: str | None = None
     """The kind of SM12x's MMA that takes tokens of the format with their scales."""
 
+    @property
+    def bits_with_scales(self) -> float:
+        """Bits of an element and its share of a scale, which is a byte."""
+        return self.bits + (8 / self.elements_per_scale if self.elements_per_scale else 0)
+
     def row_bytes(self, k: int) -> int:
         """Bytes of a row of ``k`` elements, padded to a multiple of 16, which copies need."""
         return -(-k * self.bits // 8 // 16) * 16
