@@ -300,8 +300,9 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
     if n == 0:
         raise ValueError(f"weight is {describe(call.weight)}; it must have rows, of whose logits some are rescored")
     groups = require_int("groups", call.groups, 1, 2**31 - 1)
+    tiles = -(-n // TILE_ROWS)
     if group_rows(n, groups) > MAX_GROUP_ROWS:
-        least = -(-(-(-n // TILE_ROWS)) * TILE_ROWS // MAX_GROUP_ROWS)
+        least = -(-tiles * TILE_ROWS // MAX_GROUP_ROWS)
         raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 65,536")
     rescored = require_int("rescored", call.rescored, 1, MAX_RESCORED)
     fine = call.fine_weight
@@ -313,8 +314,7 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
             raise ValueError(f"fine_scale is {describe(call.fine_scale)}; with fine_format='bf16' it must be None")
     else:
         require_scales("fine_scale", call.fine_scale, n, k, device, formats=LAYOUTS[call.fine_format].scales)
-    # Groups beyond the tiles are empty.
-    groups = min(groups, -(-n // TILE_ROWS))
+    groups = min(groups, tiles)  # others are empty
     return call._replace(groups=groups, rescored=rescored, out_dtype=out_dtype)
 
 
@@ -404,7 +404,7 @@ def _search(backend: Backend | None, call: RescoredCall, top_k: RowTopK) -> None
             top_k.compute_on_cpu(call.out)
         return
     module = dense_module(backend, call.weight_format)
-    ranks = row_ranks(backend, module, *call.out.shape, top_k)
+    ranks = row_ranks(backend, module, call.out.shape[0], call.out.shape[1], top_k)
     writes = [call.out, top_k.values, top_k.indices, ranks]
     backend.call(module.sm12x_row_top_k_run, *top_k, ranks, call.out, backend.pdl(call.enable_pdl), writes=writes)
 

@@ -197,9 +197,8 @@ __global__ void __launch_bounds__(kRescoreThreads) rescore_kernel(const __grid_c
 
   if (warp < p.rescored && chosen[warp] != 0) {
     const int row = rank_place(chosen[warp]);
-    float value = p.fine.format == TokenFormat::kBf16
-                      ? fine_product<TokenFormat::kBf16>(p, token, row, lane)
-                      : fine_product<TokenFormat::kMxint8Swizzled>(p, token, row, lane);
+    float value = p.fine.format == TokenFormat::kBf16 ? fine_product<TokenFormat::kBf16>(p, token, row, lane)
+                                                      : fine_product<TokenFormat::kMxint8Swizzled>(p, token, row, lane);
     if (p.bias != nullptr) value += load_scalar(p.bias, row, p.bias_type);
     if (lane == 0) {
       store_scalar(p.logits, logits.first + row, p.type, value);
