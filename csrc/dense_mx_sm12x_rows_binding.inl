@@ -63,29 +63,32 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
-// Rescores logits that a dense layer has written; with `values`, then finds the largest of each row.
+// Rescores logits that a dense layer has written, from bfloat16 rows or, with scales, MXINT8's; with `values`, then finds the largest of each row.
 void rescore_run(TensorView logits, TensorView tokens, TensorView fine, Optional<TensorView> fine_scales,
-                 int64_t fine_format, Optional<TensorView> bias, int64_t groups, int64_t rescored,
-                 Optional<TensorView> values, Optional<TensorView> indices, int64_t first_index,
-                 Optional<TensorView> ranks, bool enable_pdl) {
+                 Optional<TensorView> bias, int64_t groups, int64_t rescored, Optional<TensorView> values,
+                 Optional<TensorView> indices, int64_t first_index, Optional<TensorView> ranks, bool enable_pdl) {
   RescoreParams p = {};
   p.num_tokens = checked_int(logits.size(0), "the number of tokens");
   p.n = checked_int(logits.size(1), "n");
   p.groups = checked_int(groups, "groups");
   p.rescored = checked_int(rescored, "rescored");
-  const int k = checked_int(tokens.size(1), "k");
+  p.k = checked_int(tokens.size(1), "k");
   TVM_FFI_CHECK(p.num_tokens > 0 && p.n > 0 && tokens.size(0) == p.num_tokens && fine.size(0) == p.n, ValueError)
       << "logits must be [tokens, n], of at least one token and one row of the fine weight";
   TVM_FFI_CHECK(p.groups > 0 && p.rescored > 0 && p.rescored <= kMaxRescored, ValueError)
       << "groups is " << groups << ", rescored " << rescored << "; they must be positive, rescored at most "
       << kMaxRescored;
-  TVM_FFI_CHECK(group_rows(p.n, p.groups) <= kMaxGroupRows && int64_t{p.groups} * p.num_tokens < (int64_t{1} << 31),
+  TVM_FFI_CHECK(p.n < 1 << 27 && group_rows(p.n, p.groups) <= kMaxGroupRows &&
+                    int64_t{p.groups} * p.num_tokens < (int64_t{1} << 31),
                 ValueError)
-      << "groups is " << groups << "; a group has at most " << kMaxGroupRows << " rows, a launch 2^31 - 1 blocks";
-  p.tokens = dense_rows(tokens, {}, static_cast<int64_t>(TokenFormat::kBf16), k);
-  p.fine = dense_rows(fine, fine_scales, fine_format, k);
-  TVM_FFI_CHECK(p.fine.format == TokenFormat::kBf16 || p.fine.format == TokenFormat::kMxint8Swizzled, ValueError)
-      << "the fine weight must be bfloat16 or MXINT8";
+      << "groups is " << groups << " of " << p.n << " rows; there are less than 2^27, in a group at most "
+      << kMaxGroupRows << ", in a launch 2^31 - 1 blocks";
+  TVM_FFI_CHECK(p.k <= kMaxRescoredK, ValueError) << "k is " << p.k << "; it must be at most " << kMaxRescoredK;
+  const TokenFormat format = fine_scales.has_value() ? TokenFormat::kMxint8Swizzled : TokenFormat::kBf16;
+  const TokenRows rows = dense_rows(fine, fine_scales, static_cast<int64_t>(format), p.k);
+  p.tokens = data<const uint4>(tokens);
+  p.fine = static_cast<const uint8_t*>(rows.data);
+  p.fine_scales = rows.scales;
   p.logits = logits.data_ptr();
   p.type = scalar_type(logits, "logits");
   p.bias = data_or_null<const void>(bias);

@@ -18,6 +18,7 @@ from .sm12x_dense import dense_block_scaled as dense_block_scaled
 from .sm12x_dense import dense_mx as dense_mx
 from .sm12x_dense_layer import DenseLayer as DenseLayer
 from .sm12x_dense_norm import rmsnorm_dense_block_scaled as rmsnorm_dense_block_scaled
+from .sm12x_dense_rescored import RescoredLayer as RescoredLayer
 from .sm12x_dense_rescored import dense_block_scaled_rescored as dense_block_scaled_rescored
 from .sm12x_dense_rescored import dense_block_scaled_rescored_top_k as dense_block_scaled_rescored_top_k
 from .sm12x_dense_top_k import dense_block_scaled_top_k as dense_block_scaled_top_k

@@ -65,7 +65,7 @@ _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
     ("mxfp4", torch.bfloat16): QUANTIZE_BF16_TO_MXFP4,
     ("mxfp4", torch.float16): QUANTIZE_F16_TO_MXFP4,
 }
-_NAMES = {
+ARGUMENT_NAMES = {
     "dense_block_scaled": {},
     "dense_block_scaled_top_k": {"out": "logits"},
     "dense_block_scaled_rescored": {},
@@ -90,7 +90,7 @@ def require_token_format(call: DenseCall, name: str) -> int:
         return MXFP8_SWIZZLED if call.swizzled_x_scale else MXFP8_LINEAR
     if x.dtype is torch.uint8 and call.swizzled_x_scale:
         return MXFP4_SWIZZLED
-    scale = _NAMES[call.caller].get("x_scale", "x_scale")
+    scale = ARGUMENT_NAMES[call.caller].get("x_scale", "x_scale")
     raise ValueError(
         f"{name} is {describe(x)}; with {scale} it must be float8_e4m3fn (MXFP8), or uint8 (MXFP4, with 128x4 scales)"
     )
@@ -104,7 +104,7 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    names = _NAMES[call.caller]
+    names = ARGUMENT_NAMES[call.caller]
     x_name = names.get("x", "x")
     require_rank(x_name, call.x, 2)
     require_rank(names.get("weight", "weight"), call.weight, 2)

@@ -51,7 +51,7 @@ class DenseCall(NamedTuple):
     tactic: str | None = None
     top_k: int = 0  # of dense_block_scaled
     first_index: int = 0
-    caller: str = "dense_block_scaled"  # of _NAMES
+    caller: str = "dense_block_scaled"  # of ARGUMENT_NAMES
 
     @property
     def k(self) -> int:
@@ -231,11 +231,6 @@ def row_ranks(backend: Backend, module: Any, m: int, n: int, top_k: RowTopK, lea
     return backend.empty(max(size, least))
 
 
-def rows_format(weights: str) -> int:
-    """The number by which the kernels know rows of a weight's format, or of bf16."""
-    return BF16 if weights == "bf16" else _ROWS_OF_WEIGHTS[weights]
-
-
 def launch(
     backend: Backend | None, row: Instance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
@@ -320,7 +315,7 @@ def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
 def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
     x, weight, k = call.x, call.weight, call.k
-    n = weight.shape[0]
+    n, rows_format = weight.shape[0], _ROWS_OF_WEIGHTS[call.weight_format]
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
@@ -332,7 +327,7 @@ def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> No
     for first in range(0, n, chunk):
         part = slice(first, min(n, first + chunk))
         some = dequantized[: part.stop - first]
-        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], rows_format(call.weight_format))
+        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], rows_format)
         for row in range(0, x.shape[0], DEQUANTIZED_ROWS):
             rows = slice(row, row + DEQUANTIZED_ROWS)
             _finish(call, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))

@@ -12,12 +12,27 @@ from ..api_logging import flashinfer_api
 from ..quantization import mx_cpu
 from ..quantization.block_scaled import LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from ..sm12x.backend import Backend, kernels, plain_torch
-from ..sm12x.checks import describe, is_traced, require_choice, require_int, require_scales, require_tensor
+from ..sm12x.checks import (
+    CallCache,
+    Unchanged,
+    bounds_of,
+    describe,
+    is_traced,
+    require_apart,
+    require_choice,
+    require_computing_device,
+    require_int,
+    require_output_dtype,
+    require_rank,
+    require_scales,
+    require_tensor,
+    span,
+)
 from ..sm12x.device_class import GB10, DeviceClass
 from ..sm12x.devices import require_served
 from ..sm12x.instances import FORMATS
 from ..sm12x.operator import OutputOperator, define
-from .sm12x_dense import run_served, validate
+from .sm12x_dense import ARGUMENT_NAMES, OUTPUT_DTYPES, run_served, validate
 from .sm12x_dense_launch import (
     BF16,
     DEQUANTIZED_BYTES,
@@ -28,13 +43,13 @@ from .sm12x_dense_launch import (
     dense_module,
     ranks_of,
     row_ranks,
-    rows_format,
 )
 from .sm12x_dense_top_k import MAX_TOP_K, LargestOutputs
 
 TILE_ROWS = 16  # kRescoreTileRows in rows/rescore.cuh
 MAX_RESCORED = 16  # kMaxRescored
-MAX_GROUP_ROWS = 65_536  # kMaxGroupRows
+MAX_GROUP_ROWS = 8192  # kMaxGroupRows
+MAX_K = 10_240  # kMaxRescoredK
 FINE_FORMATS = get_args(FineFormat)
 _DTYPES = {"bf16": torch.bfloat16, "mxint8": LAYOUTS["mxint8"].dtype}
 
@@ -76,7 +91,7 @@ def dense_block_scaled_rescored(
     Parameters
     ----------
     x : torch.Tensor
-        ``[m, k]`` bfloat16.
+        ``[m, k]`` bfloat16; ``k`` is at most 10,240.
     weight, weight_scale, weight_format, alpha
         The coarse weight ``[n, ...]``, as in ``dense_block_scaled``; ``alpha`` is of its product alone.
     fine_weight : torch.Tensor
@@ -88,7 +103,7 @@ def dense_block_scaled_rescored(
     fine_format : str
         ``"bf16"`` or ``"mxint8"``.
     groups : int
-        Groups of rows, 1 or more; the same on every device. A group has at most 65,536 rows. Of a head that is split
+        Groups of rows, 1 or more; the same on every device. A group has at most 8,192 rows. Of a head that is split
         over several GPUs each has groups of its own rows: other rows may be rescored than on one GPU.
     rescored : int
         Rows of a group that are rescored, 1 to 16.
@@ -113,7 +128,8 @@ def dense_block_scaled_rescored(
 
     Notes
     -----
-    A rescored logit is a float32 sum in an order that depends on ``k`` alone. Results are the same on every run.
+    A rescored logit is a sum of the device's tensor cores in an order that depends on ``k`` alone; of float32 on the
+    CPU. Results are the same on every run.
     """
     return compute(
         RescoredCall(
@@ -210,6 +226,138 @@ def dense_block_scaled_rescored_top_k(
     return LargestOutputs(*(_traced_top_k(call) if is_traced(call) else _run_top_k(call)))
 
 
+class RescoredLayer:
+    """An LM head of :func:`dense_block_scaled_rescored`, made once from its two weights.
+
+    The weights, scales, bias and alpha are checked here, and again by the first call after one of them changed: the
+    layer keeps the tensors, so that ``weight.data = other``, vLLM's sleep levels and a reload of weights are seen. A
+    call checks its own tensors. Results and errors are those of the functions.
+
+    Parameters
+    ----------
+    weight, weight_scale, fine_weight, fine_scale, bias, weight_format, fine_format, groups, rescored, alpha
+        The same as in ``dense_block_scaled_rescored``.
+    constant_weights
+        The same, too.
+    out_dtype : torch.dtype
+        The dtype of all logits: bfloat16, float16 or float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
+    NotImplementedError
+        The weights are on a GPU that has no kernels of this family.
+    """
+
+    @flashinfer_api
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        fine_weight: torch.Tensor,
+        fine_scale: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        weight_format: WeightFormat,
+        fine_format: FineFormat = "bf16",
+        groups: int = 48,
+        rescored: int = 16,
+        alpha: torch.Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+        constant_weights: bool = False,
+    ) -> None:
+        operands = weight, weight_scale, fine_weight, fine_scale, alpha, bias
+        options = out_dtype, weight_format, fine_format, groups, rescored, constant_weights
+        self._operands, self._options = operands, options
+        require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+        require_output_dtype("out_dtype", out_dtype, OUTPUT_DTYPES)
+        # Traced tensors have no addresses that could be checked; traced calls go to the operator, which checks when it
+        # runs.
+        self._checks = not is_traced(operands)
+        if self._checks:
+            require_rank("weight", weight, 2)
+            require_computing_device("weight", weight)
+            no_tokens = torch.empty((0, LAYOUTS[weight_format].k(weight.shape[1])), dtype=torch.bfloat16)
+            self._require(self._call(no_tokens.to(weight.device)))
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+        tactic: int | str | None = None,
+        **of_top_k: Any,
+    ) -> RescoredCall:
+        named = None if tactic is None else str(tactic)
+        return RescoredCall(out, x, *self._operands, *self._options, enable_pdl, named, **of_top_k)
+
+    def _require(self, call: RescoredCall) -> RescoredCall:
+        """Check all of a call, and remember the weights as they are."""
+        require_served("RescoredLayer", call.weight.device)
+        checked = require_rescored(call)
+        bounds = bounds_of([span(each) for each in self._operands if each is not None])
+        self._calls = CallCache(call.weight.device, bounds, written=1)
+        self._plain = checked.groups, checked.rescored
+        self._weights = Unchanged(*self._operands)
+        return checked
+
+    def _checked(self, call: RescoredCall) -> RescoredCall:
+        if not self._weights.holds(*self._operands):
+            return self._require(call)
+        tensors = call.out, call.x
+        if self._calls.find(tensors, call.enable_pdl) is None:
+            require_rescored(call)
+            self._calls.add(True, tensors, call.enable_pdl)
+        groups, rescored = self._plain
+        return call._replace(groups=groups, rescored=rescored)
+
+    @flashinfer_api
+    def run(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+        tactic: int | str | None = None,
+    ) -> torch.Tensor:
+        """The logits of ``x``; parameters, result and errors are ``dense_block_scaled_rescored``'s."""
+        call = self._call(x, out, enable_pdl, tactic)
+        if not self._checks or is_traced((x, out)):
+            return compute(call)
+        call = self._checked(call)
+        if call.out is None:
+            call = call._replace(out=call.new_output())
+        run_rescored(call)
+        assert call.out is not None
+        return call.out
+
+    @flashinfer_api
+    def run_top_k(
+        self,
+        x: torch.Tensor,
+        *,
+        top_k: int = 1,
+        first_index: int = 0,
+        logits: torch.Tensor | None = None,
+        enable_pdl: bool | None = None,
+        tactic: int | str | None = None,
+    ) -> LargestOutputs:
+        """The largest logits of ``x``; parameters, results and errors are ``dense_block_scaled_rescored_top_k``'s."""
+        call = self._call(
+            x,
+            logits,
+            enable_pdl,
+            tactic,
+            top_k=top_k,
+            first_index=first_index,
+            caller="dense_block_scaled_rescored_top_k",
+        )
+        if not self._checks or is_traced((x, logits)):
+            return LargestOutputs(*_traced_top_k(call))
+        return LargestOutputs(*_find_largest(self._checked(call)))
+
+
 class RescoredCall(NamedTuple):
     """The arguments of one call, named as in :func:`dense_block_scaled_rescored`."""
 
@@ -280,7 +428,7 @@ def rescores(
         The class of the GPU.
     """
     coarse, fine = FORMATS[weight_format].bits_with_scales, FORMATS[fine_format].bits_with_scales
-    rows = num_tokens * min(n, groups * rescored)
+    rows = num_tokens * min(n, min(groups, -(-n // TILE_ROWS)) * rescored)  # groups beyond the tiles are empty
     return n * coarse + rows * fine <= device.rescored_bytes * n * fine
 
 
@@ -299,11 +447,13 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
     n, k, device = call.weight.shape[0], coarse.k, call.x.device
     if n == 0:
         raise ValueError(f"weight is {describe(call.weight)}; it must have rows, of whose logits some are rescored")
+    if k > MAX_K:
+        raise ValueError(f"weight is {describe(call.weight)}; the k of a rescored head is at most {MAX_K}")
     groups = require_int("groups", call.groups, 1, 2**31 - 1)
     tiles = -(-n // TILE_ROWS)
     if group_rows(n, groups) > MAX_GROUP_ROWS:
         least = -(-tiles * TILE_ROWS // MAX_GROUP_ROWS)
-        raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 65,536")
+        raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 8,192")
     rescored = require_int("rescored", call.rescored, 1, MAX_RESCORED)
     fine = call.fine_weight
     require_tensor(
@@ -314,6 +464,8 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
             raise ValueError(f"fine_scale is {describe(call.fine_scale)}; with fine_format='bf16' it must be None")
     else:
         require_scales("fine_scale", call.fine_scale, n, k, device, formats=LAYOUTS[call.fine_format].scales)
+    if call.out is not None:
+        require_apart(call, {"out": ()}, ARGUMENT_NAMES[call.caller])
     groups = min(groups, tiles)  # others are empty
     return call._replace(groups=groups, rescored=rescored, out_dtype=out_dtype)
 
@@ -336,10 +488,15 @@ def _outputs(call: RescoredCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _run_top_k(call: RescoredCall) -> tuple[torch.Tensor, torch.Tensor]:
     call = require_rescored(call)
+    require_served("dense_block_scaled_rescored_top_k", call.x.device)
+    return _find_largest(call)
+
+
+def _find_largest(call: RescoredCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logits of a valid call, but for ``top_k`` and ``first_index``, where this fork serves the device."""
     top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, len(call.weight)), "no more than the weight has rows")
     first_index = require_int("first_index", call.first_index, 0, 2**62)
     call = call._replace(top_k=top_k, first_index=first_index)
-    require_served("dense_block_scaled_rescored_top_k", call.x.device)
     if call.out is None:
         call = call._replace(out=call.new_output())
     values, indices = _outputs(call)
@@ -386,7 +543,6 @@ def run_rescored(call: RescoredCall, top_k: RowTopK | None = None) -> None:
         call.x,
         call.fine_weight,
         call.fine_scale,
-        rows_format(call.fine_format),
         call.bias,
         call.groups,
         call.rescored,

@@ -24,19 +24,26 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import moe_harness
 import torch
 from moe_harness import check_case, same_bits, tactics_to_force
+from rescored_cases import make_head
 
 from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_top_k
 from flashinfer.fused_moe.sm12x_operator import FEW_ROUTED_ROWS
 from flashinfer.fused_moe.sm12x_router import choose_experts
-from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
+from flashinfer.gemm import (
+    dense_block_scaled_rescored,
+    dense_block_scaled_rescored_top_k,
+    rmsnorm_dense_block_scaled,
+    sm12x_group_gemm,
+)
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_compute_dtypes
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
+from flashinfer.gemm.sm12x_dense_rescored import MAX_RESCORED, rescores
 from flashinfer.sm12x.devices import require_device_class, serves_cuda
 from flashinfer.sm12x.instances import (
     DENSE_INSTANCES,
@@ -63,6 +70,8 @@ from flashinfer.testing import (
 from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_inputs import uneven_rows
 from flashinfer.testing.moe_layers import case_of
+from flashinfer.testing.rescored_reference import rescored_reference
+from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer_sm12x.doctor.probe.mma import accumulation_on
 from flashinfer_sm12x.doctor.probe.timing import captured
 
@@ -295,6 +304,52 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
     return runs, worst
 
 
+def rescored_cases(rng: random.Random, count: int, options: argparse.Namespace) -> tuple[int, float]:
+    """Random rescored LM heads; the number of runs and the share of the bound used."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    device_class, runs, worst = require_device_class(device.index), 0, 0.0
+    for number in range(count):
+        m, groups = rng.choice((1, 2, 5, 8, 16, 31, 64)), rng.choice((1, 5, 48, 48, 100))
+        rescored = rng.randint(1, MAX_RESCORED)
+        weights, fine = rng.choice(("nvfp4", "mxfp4")), rng.choice(("bf16", "bf16", "mxint8"))
+        least = m * min(groups * rescored, 4096) * 2 + 100
+        n = min(rng.randint(least, 4 * least), 20_000 if options.quick else 200_000, 8_192 * groups)
+        if not rescores(m, n, weights, fine, groups, rescored, device_class):  # type: ignore[arg-type]
+            continue
+        k = rng.choice((32, 64, 2048, 2880, 4096)) if n < 40_000 else 32 * rng.randint(1, 12)
+        bias = rng.choice((None, torch.bfloat16, torch.float32))
+        out_dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
+        head = make_head(m, n, k, options.seed + number, weights, fine, bias, out_dtype)
+        label = f"rescored {head}, {groups} groups of {rescored}, {out_dtype}, seed {options.seed + number}"
+        there = head.to(device)
+        coarse = dense_block_scaled(there.x, *there.coarse, there.bias, **there.named)
+        arguments = there.x, *there.coarse, *there.fine, there.bias
+        named = {**there.named, "fine_format": fine, "groups": groups, "rescored": rescored, "constant_weights": True}
+        out = torch.empty_like(coarse)
+        results = []
+        for capture in (False, False, True):
+            call = functools.partial(dense_block_scaled_rescored, *arguments, **named, out=out)
+            run = captured(call).replay if capture else call
+            out.fill_(torch.nan)
+            run()
+            results.append(out.clone())
+        where = device if options.reference == "device" else torch.device("cpu")
+        if options.reference != "none":
+            on = there if where == device else head
+            expected = rescored_reference(
+                coarse.to(where), on.x, on.operand(), on.bias, groups, rescored, accumulation_on(device)
+            )
+            worst = max(worst, check_within_bound(results[0].to(where), *expected, label))
+        assert all(same_bits(results[0], result) for result in results[1:]), f"{label}: another run differs"
+        top_k = rng.choice((1, 1, 3, 8))
+        found = dense_block_scaled_rescored_top_k(*arguments, **named, top_k=top_k)
+        values, indices = largest_of_rows(results[0], top_k)
+        assert torch.equal(found.indices, indices), f"{label}: other rows are the largest"
+        assert torch.equal(found.values, values), f"{label}: other values are the largest"
+        runs += 4
+    return runs, worst
+
+
 def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> int:
     """What a decode step adds, random: experts chosen by logits, kept counters, norms, and what is read ahead; the
     number of runs, raises on a violation.
@@ -466,10 +521,17 @@ def main(argv: list[str] | None = None) -> int:
         if number % 20 == 19:
             print(f"  {number + 1}/{len(work)} cases, {time.time() - begin:.0f} s, {failures} failed", flush=True)
         torch.cuda.empty_cache()
-    gemm_runs = dense_runs = 0
+    gemm_runs = dense_runs = head_runs = 0
     if options.only in (None, "group_gemm"):
         try:
             gemm_runs = group_gemm_cases(rng, 5 if options.quick else 40, options.seed)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {error}", flush=True)
+    if options.only in (None, "rescored"):
+        try:
+            head_runs, used = rescored_cases(rng, 20 if options.quick else 150, options)
+            worst = max(worst, used)
         except Exception as error:
             failures += 1
             print(f"FAILED {error}", flush=True)
@@ -495,7 +557,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs "
-        f"{dict(ran)}, {gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} "
+        f"{dict(ran)}, {gemm_runs} grouped GEMMs, {dense_runs} dense layers, {head_runs} of rescored heads, {step_runs} parts of steps, {failures} "
         f"cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
