@@ -48,8 +48,8 @@ from .sm12x_dense_top_k import MAX_TOP_K, LargestOutputs
 
 TILE_ROWS = 16  # kRescoreTileRows in rows/rescore.cuh
 MAX_RESCORED = 16  # kMaxRescored
-MAX_GROUP_ROWS = 8192  # kMaxGroupRows
-MAX_K = 10_240  # kMaxRescoredK
+MAX_GROUP_ROWS = 6144  # kMaxGroupRows
+MAX_K = 14_336  # kMaxRescoredK
 FINE_FORMATS = get_args(FineFormat)
 _DTYPES = {"bf16": torch.bfloat16, "mxint8": LAYOUTS["mxint8"].dtype}
 
@@ -91,7 +91,7 @@ def dense_block_scaled_rescored(
     Parameters
     ----------
     x : torch.Tensor
-        ``[m, k]`` bfloat16; ``k`` is at most 10,240.
+        ``[m, k]`` bfloat16; ``k`` is at most 14,336.
     weight, weight_scale, weight_format, alpha
         The coarse weight ``[n, ...]``, as in ``dense_block_scaled``; ``alpha`` is of its product alone.
     fine_weight : torch.Tensor
@@ -103,7 +103,7 @@ def dense_block_scaled_rescored(
     fine_format : str
         ``"bf16"`` or ``"mxint8"``.
     groups : int
-        Groups of rows, 1 or more; the same on every device. A group has at most 8,192 rows. Of a head that is split
+        Groups of rows, 1 or more; the same on every device. A group has at most 6,144 rows. Of a head that is split
         over several GPUs each has groups of its own rows: other rows may be rescored than on one GPU.
     rescored : int
         Rows of a group that are rescored, 1 to 16.
@@ -453,7 +453,7 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
     tiles = -(-n // TILE_ROWS)
     if group_rows(n, groups) > MAX_GROUP_ROWS:
         least = -(-tiles * TILE_ROWS // MAX_GROUP_ROWS)
-        raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 8,192")
+        raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 6,144")
     rescored = require_int("rescored", call.rescored, 1, MAX_RESCORED)
     fine = call.fine_weight
     require_tensor(

@@ -313,7 +313,7 @@ def rescored_cases(rng: random.Random, count: int, options: argparse.Namespace) 
         rescored = rng.randint(1, MAX_RESCORED)
         weights, fine = rng.choice(("nvfp4", "mxfp4")), rng.choice(("bf16", "bf16", "mxint8"))
         least = m * min(groups * rescored, 4096) * 2 + 100
-        n = min(rng.randint(least, 4 * least), 20_000 if options.quick else 200_000, 8_192 * groups)
+        n = min(rng.randint(least, 4 * least), 20_000 if options.quick else 200_000, 6_144 * groups)
         if not rescores(m, n, weights, fine, groups, rescored, device_class):  # type: ignore[arg-type]
             continue
         k = rng.choice((32, 64, 2048, 2880, 4096)) if n < 40_000 else 32 * rng.randint(1, 12)

@@ -6,7 +6,7 @@
 //
 // One block for each group and token, in five steps:
 //
-//   scan      each thread holds its share of the group; a warp's two subsets of lanes have a largest logit each
+//   scan      each thread holds its share of the group; a warp's four subsets of lanes have a largest logit each
 //   bound     the `wanted`-th of the 64 subsets' largest: at least so many logits reach it
 //   collect   all logits that reach it, of random ones 18 to 30; their fine rows are prefetched into L2
 //   order     each of those counts how many are larger
@@ -29,18 +29,18 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kRescoreThreads = 1'024;
+constexpr int kRescoreThreads = 512;
 constexpr int kRescoreWarps = kRescoreThreads / 32;
 constexpr int kRescoreTileRows = 16;
 constexpr int kMaxRescored = 16;  // of a group: the M side of an MMA
 constexpr int kMaxWanted = kMaxRescored + kMaxRowTopK;
-constexpr int kLogitsOfThread = 8;
+constexpr int kLogitsOfThread = 12;
 constexpr int kMaxGroupRows = kLogitsOfThread * kRescoreThreads;
-constexpr int kSubsetsOfWarp = 2;
+constexpr int kSubsetsOfWarp = 4;
 constexpr int kSubsets = kSubsetsOfWarp * kRescoreWarps;
 constexpr int kMaxFound = kMaxWanted * (kMaxGroupRows / kSubsets);  // all of as many subsets as are wanted
-constexpr int kMaxRescoredK = 10'240;  // a token lies in shared memory, of which every device gives 48 KB
-static_assert(kMaxWanted <= kSubsets && kMaxGroupRows % kSubsets == 0 && kRescoreThreads == 16 * kSubsets);
+constexpr int kMaxRescoredK = 14'336;  // a token lies in shared memory, of which every device gives 48 KB
+static_assert(kMaxWanted <= kSubsets && kMaxGroupRows % kSubsets == 0 && kSubsets % 32 == 0);
 
 // Rows of the largest group, the first, counting the last tile as whole.
 constexpr int64_t group_rows(int n, int groups) {
@@ -60,7 +60,7 @@ struct RescoreParams {
   int top_k;  // 0 without ranks
 };
 
-// A thread's share of a group's logits: each 1,024th row of the group.
+// A thread's share of a group's logits: each 512th row of the group.
 struct LogitsShare {
   int first, stride, n;  // rows
   float values[kLogitsOfThread];
@@ -186,7 +186,7 @@ __device__ __forceinline__ void multiply_fine(const RescoreParams& p, const uint
 }
 
 // Shared memory beside the static one: the token.
-__global__ void __launch_bounds__(kRescoreThreads, 1) rescore_kernel(const __grid_constant__ RescoreParams p) {
+__global__ void __launch_bounds__(kRescoreThreads, 2) rescore_kernel(const __grid_constant__ RescoreParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ uint64_t subsets[kSubsets];  // the largest of each
   __shared__ uint64_t found[kMaxFound];
@@ -217,15 +217,15 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) rescore_kernel(const __gri
 #pragma unroll 1
   for (int i = thread + kRescoreThreads; i < eights; i += kRescoreThreads) token_eights[i] = x[i];
   __syncthreads();
-  {  // a half-warp for each subset
-    const uint64_t rank = subsets[thread / 16];
-    const unsigned half = 0xFFFFu << (thread & 16);
+#pragma unroll
+  for (int i = 0; i < kSubsetsOfWarp; ++i) {
+    const uint64_t rank = subsets[warp * kSubsetsOfWarp + i];
     int larger = 0;
 #pragma unroll
-    for (int i = 0; i < kSubsets; i += 16) {
-      larger += __popc(__ballot_sync(kAllLanes, subsets[i + lane % 16] > rank) & half);
+    for (int first = 0; first < kSubsets; first += 32) {
+      larger += __popc(__ballot_sync(kAllLanes, subsets[first + lane] > rank));
     }
-    if (lane % 16 == 0 && rank != 0 && larger == wanted - 1) bound = rank;
+    if (lane == 0 && rank != 0 && larger == wanted - 1) bound = rank;
   }
   __syncthreads();
   const uint64_t least = bound;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 1) rescore_kernel(const __gri
   __syncthreads();
   if (warp < p.rescored && chosen[warp] != 0) {
     const int row = rank_place(chosen[warp]);
-    float value = partials[lane][warp];
+    float value = lane < kRescoreWarps ? partials[lane][warp] : 0.0f;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
     if (p.bias != nullptr) value += load_scalar(p.bias, row, p.bias_type);
