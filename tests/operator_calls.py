@@ -19,6 +19,8 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import moe_step
 from flashinfer.gemm import (
     dense_block_scaled,
+    dense_block_scaled_rescored,
+    dense_block_scaled_rescored_top_k,
     dense_block_scaled_top_k,
     group_gemm_mxfp4_nt_groupwise,
     mm_bf16_mxfp8,
@@ -87,6 +89,17 @@ def _normed() -> Arguments:
     return {**arguments, "norm_weight": torch.ones(arguments["x"].shape[1], dtype=torch.bfloat16), "residual": residual}
 
 
+def _rescored(fine: str = "bf16") -> Arguments:
+    arguments = _dense(weights="nvfp4")
+    del arguments["residual"]
+    rows = torch.randn(72, 96, generator=torch.Generator().manual_seed(SEED)).bfloat16()
+    arguments |= {"fine_weight": rows, "fine_format": fine, "groups": 2, "rescored": 5}
+    if fine == "mxint8":
+        kept = quantize_weight(rows, "mxint8")
+        arguments |= {"fine_weight": kept.values, "fine_scale": kept.scales}
+    return arguments
+
+
 def workspace_sizes() -> Arguments:
     """Arguments of ``cutlass_fused_moe_workspace_size``."""
     return {
@@ -127,6 +140,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "dense_block_scaled_top_k": (dense_block_scaled_top_k, _out(_dense, "logits", 3, 72)),
     "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3,
         72)),
+    "dense_block_scaled_rescored": (dense_block_scaled_rescored, _out(_rescored, "out", 3, 72)),
+    "dense_block_scaled_rescored, MXINT8": (dense_block_scaled_rescored, _out(lambda: _rescored("mxint8"), "out", 3,
+        72)),
+    "dense_block_scaled_rescored_top_k": (dense_block_scaled_rescored_top_k, _out(_rescored, "logits", 3, 72)),
     "rmsnorm_dense_block_scaled": (rmsnorm_dense_block_scaled, _normed),
     "moe_step": (moe_step, _step),
     "MoE, NVFP4": (flashinfer.cutlass_fused_moe, _out(lambda: _moe(2, weights="nvfp4"), "output", 3, 96)),
@@ -247,7 +264,7 @@ OTHERS = (
     "swap_ab",
     "max_num_tokens", "hidden_size", "intermediate_size", "num_experts_total", "x_dtype", "device", "alignment",
     "sf_swizzle_layout", "sfLayout", "quant_scales", "swizzled_input_sf", "swizzled_x_scale", "enable_alltoall",
-    "constant_weights", "constant_cache",
+    "constant_weights", "constant_cache", "fine_format", "groups", "rescored",
     "enable_pdl",
 )  # fmt: skip
 

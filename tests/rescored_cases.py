@@ -53,7 +53,7 @@ def make_head(
     n: int,
     k: int,
     seed: int,
-    weights: str = "nvfp4",
+    weights: str = "mxfp4",
     fine: str = "bf16",
     bias: torch.dtype | None = None,
     out_dtype: torch.dtype = torch.bfloat16,

@@ -24,7 +24,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import moe_harness
 import torch
@@ -557,8 +558,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs "
-        f"{dict(ran)}, {gemm_runs} grouped GEMMs, {dense_runs} dense layers, {head_runs} of rescored heads, {step_runs} parts of steps, {failures} "
-        f"cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"{dict(ran)}, {gemm_runs} grouped GEMMs, {dense_runs} dense layers, {head_runs} of rescored heads, "
+        f"{step_runs} parts of steps, {failures} cases failed, at most {worst:.3f} of a bound used, "
+        f"{time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 

@@ -16,7 +16,12 @@ from recording_backend import RecordingBackend
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import moe_step, router_top_k
-from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, rmsnorm_dense_block_scaled
+from flashinfer.gemm import (
+    dense_block_scaled,
+    dense_block_scaled_rescored_top_k,
+    dense_block_scaled_top_k,
+    rmsnorm_dense_block_scaled,
+)
 from flashinfer.gemm.sm12x_dense_launch import MXFP8_SWIZZLED
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm
 from flashinfer.sm12x.device_class import GB10, HOPPER, DeviceClass
@@ -194,6 +199,17 @@ def _dense_top_k() -> Launch:
     return Launch(dense_block_scaled_top_k, given, wanted, CONSTANT)
 
 
+def _rescore() -> Launch:
+    given, _ = _dense()
+    del given["residual"]
+    fine, fine_scale = torch.zeros(72, 96, dtype=torch.int8), torch.zeros(128, 4, dtype=torch.uint8)
+    given |= {"fine_weight": fine, "fine_scale": fine_scale, "fine_format": "mxint8", "groups": 2, "rescored": 5}
+    logits = torch.zeros(3, 72, dtype=torch.bfloat16)
+    more, wanted = _largest({"tokens": given["x"], "bias": given["bias"]}, logits)
+    wanted |= {"logits": logits, "fine": fine, "fine_scales": fine_scale, "groups": 2, "rescored": 5}
+    return Launch(dense_block_scaled_rescored_top_k, given | more, wanted, PDL)
+
+
 def _row_top_k() -> Launch:
     """Of logits that cuBLAS computes, from a weight that is dequantized first."""
     given, _ = _dense()
@@ -263,6 +279,7 @@ LAUNCHES: dict[str, tuple[str, Callable[[], Launch]]] = {
     "router": ("sm12x_router_run", _router),
     "dense": ("sm12x_dense_run", _dense_launch),
     "dense and top-k": ("sm12x_dense_top_k_run", _dense_top_k),
+    "rescoring": ("sm12x_rescore_run", _rescore),
     "top-k": ("sm12x_row_top_k_run", _row_top_k),
     "dequantized rows": ("sm12x_dequantize_rows", _dequantize),
     "norm and dense": ("sm12x_dense_normed_run", _dense_normed),

@@ -29,7 +29,7 @@ from operator_calls import (
 from flashinfer import sm12x_decode_layer
 from flashinfer.decode import DecodeAttentionLayer
 from flashinfer.fused_moe import SM12xMoELayer, cutlass_fused_moe, moe_step, sm12x_operator, sm12x_validation
-from flashinfer.gemm import DenseLayer, sm12x_dense_layer
+from flashinfer.gemm import DenseLayer, RescoredLayer, sm12x_dense_layer
 from flashinfer.sm12x.checks import CallCache, Unchanged, bounds_of, span
 
 
@@ -101,6 +101,11 @@ LAYERS = {
         f"DenseLayer, {form}": Layer(DenseLayer, "run", form)
         for form in ("dense_block_scaled", "dense_block_scaled, MXFP8 tokens", "dense_block_scaled, linear scales")
     },
+    **{
+        f"RescoredLayer, {form}": Layer(RescoredLayer, "run", form)
+        for form in ("dense_block_scaled_rescored", "dense_block_scaled_rescored, MXINT8")
+    },
+    "RescoredLayer, top-k": Layer(RescoredLayer, "run_top_k", "dense_block_scaled_rescored_top_k"),
     "DenseLayer behind a norm": Layer(DenseLayer, "run_behind_norm", "rmsnorm_dense_block_scaled"),
     **{f"SM12xMoELayer, {name}": Layer(SM12xMoELayer, "run", name) for name in ("MoE 0", "MoE 1", "MoE 2", "moe_step")},
     "DecodeAttentionLayer": Layer(DecodeAttentionLayer, "run", "decode"),
@@ -230,6 +235,7 @@ def test_a_layer_sleeps(name: str) -> None:
     ("name", "check"),
     [
         ("DenseLayer, dense_block_scaled", "_require_weight"),
+        ("RescoredLayer, dense_block_scaled_rescored", "_require"),
         ("DecodeAttentionLayer", "_require_cache"),
         ("SM12xMoELayer, MoE 0", "_require_experts"),
     ],

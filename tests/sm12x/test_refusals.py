@@ -107,6 +107,24 @@ def _normed(rows: int) -> Callable[[], tuple[str, str]]:
     return _call("rmsnorm_dense_block_scaled", lambda given: given.update(norm_weight=given["norm_weight"][:rows]))
 
 
+def _many_rows() -> tuple[str, str]:
+    def more(given: Arguments) -> None:
+        given.update(weight=torch.zeros(6200, 48, dtype=torch.uint8), bias=None, out=None, groups=1)
+        given.update(weight_scale=torch.zeros(6272, 8, dtype=torch.uint8), fine_weight=torch.zeros(6200, 96).bfloat16())
+
+    return _call("dense_block_scaled_rescored", more)()
+
+
+def _long_rescored() -> tuple[str, str]:
+    def longer(given: Arguments) -> None:
+        given.update(x=torch.zeros(3, 14_368).bfloat16(), weight=torch.zeros(72, 7184, dtype=torch.uint8))
+        given.update(
+            weight_scale=torch.zeros(128, 900, dtype=torch.uint8), fine_weight=torch.zeros(72, 14_368).bfloat16()
+        )
+
+    return _call("dense_block_scaled_rescored", longer)()
+
+
 def off(tensor: torch.Tensor) -> torch.Tensor:
     return moved_to(tensor, 1)
 
@@ -202,6 +220,13 @@ TWINS: dict[str, tuple[Callable[[], tuple[str, str]], str]] = {
     "residual must have the shape and dtype of out": (_put("dense_block_scaled", "residual", lambda t: t.float()),
         "residual is"),
     "top of": (_put("dense_block_scaled_top_k", "top_k", lambda t: 99), "top_k is 99"),
+    "logits must be [tokens, n], of at least one token and one row of the fine weight": (
+        _put("dense_block_scaled_rescored", "fine_weight", lambda t: t[:-1]), "fine_weight is"),
+    "groups is , rescored ; they must be positive, rescored at most": (
+        _put("dense_block_scaled_rescored", "rescored", lambda t: 17), "rescored is 17"),
+    "groups is of rows; there are less than 2^27, in a group at most , in a launch 2^31 - 1 blocks": (
+        _many_rows, "groups is 1; with 6200 rows it must be at least 2"),
+    "k is ; it must be at most": (_long_rescored, "weight is torch.uint8"),
     "norm_weight must have k elements": (_normed(95), "norm_weight is"),
     "residual and what it adds up to must be [tokens, k], both or neither": (
         _put("rmsnorm_dense_block_scaled", "residual", lambda t: t[:2]),
@@ -262,6 +287,7 @@ UNREACHABLE: dict[str, str] = {
     "values and indices must be [rows, top_k]": _OURS,
     "ranks is too small": _OURS,
     "logits must have as many rows": _OURS,
+    "values come with indices and ranks": _OURS,
     "indices must have a row for each token": _OURS,
     "out must be bfloat16, with as many rows": _OURS,
     "logits is too small": _OURS,

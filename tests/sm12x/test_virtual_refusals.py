@@ -20,8 +20,14 @@ from virtual_moe import moe_module, run_moe
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k, sm12x_launch
-from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, rmsnorm_dense_block_scaled
+from flashinfer.gemm import (
+    dense_block_scaled,
+    dense_block_scaled_rescored_top_k,
+    dense_block_scaled_top_k,
+    rmsnorm_dense_block_scaled,
+)
 from flashinfer.gemm.sm12x_dense_launch import BF16, MXFP8_LINEAR
+from flashinfer.gemm.sm12x_dense_rescored import MAX_GROUP_ROWS, MAX_K
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
@@ -61,6 +67,12 @@ def normed(device: VirtualDevice) -> None:
 def top_k(device: VirtualDevice) -> None:
     inputs = make_dense_inputs(DenseCase(3, 40, 96), 1)
     dense_block_scaled_top_k(*inputs.arguments, **inputs.named, top_k=1, tactic="dense_mxfp4_m8_w2")
+
+
+def rescored(device: VirtualDevice) -> None:
+    inputs = make_dense_inputs(DenseCase(3, 40, 96, bias=torch.float32), 1)
+    fine = torch.zeros(40, 96, dtype=torch.bfloat16)
+    dense_block_scaled_rescored_top_k(*inputs.arguments, fine, **inputs.named, groups=2, rescored=3)
 
 
 def searched(device: VirtualDevice) -> None:
@@ -107,6 +119,7 @@ FUNCTIONS = {
     dense: "sm12x_dense_run",
     normed: "sm12x_dense_normed_run",
     top_k: "sm12x_dense_top_k_run",
+    rescored: "sm12x_rescore_run",
     searched: "sm12x_row_top_k_run",
     dequantized: "sm12x_dequantize_rows",
     moe: "sm12x_moe_run",
@@ -204,6 +217,37 @@ CASES: list[tuple[Callable[[VirtualDevice], None], Callable[[Arguments], Argumen
         lambda a: {"indices": a["indices"][:2], "values": a["values"][:2]},
         "indices must have a row for each token",
     ),
+    (rescored, fewer("fine"), "of at least one token and one row of the fine weight"),
+    (rescored, fewer("tokens"), "of at least one token and one row of the fine weight"),
+    (rescored, given(groups=0), "groups is 0, rescored 3; they must be positive"),
+    (rescored, given(rescored=17), "groups is 2, rescored 17; they must be positive, rescored at most 16"),
+    (
+        rescored,
+        lambda a: {
+            "logits": torch.zeros(1, 1).expand(3, MAX_GROUP_ROWS + 1),
+            "fine": torch.zeros(1, 96, dtype=torch.bfloat16).expand(MAX_GROUP_ROWS + 1, 96),
+            "groups": 1,
+        },
+        f"groups is 1 of {MAX_GROUP_ROWS + 1} rows; there are less than 2^27, in a group at most {MAX_GROUP_ROWS}",
+    ),
+    (
+        rescored,
+        lambda a: {
+            "tokens": torch.zeros(3, MAX_K + 32, dtype=torch.bfloat16),
+            "fine": torch.zeros(40, MAX_K + 32, dtype=torch.bfloat16),
+        },
+        f"k is {MAX_K + 32}; it must be at most {MAX_K}",
+    ),
+    (rescored, lambda a: {"fine": torch.zeros(40, 64, dtype=torch.bfloat16)}, "a row is 64 wide, not 96"),
+    (
+        rescored,
+        given(fine_scales=torch.zeros(9, dtype=torch.uint8), fine=torch.zeros(40, 96, dtype=torch.int8)),
+        "there are 9 scales",
+    ),
+    (rescored, fewer("bias"), "bias must have n elements"),
+    (rescored, given(indices=None), "values come with indices and ranks"),
+    (rescored, lambda a: {"indices": a["indices"][:2], "values": a["values"][:2]}, "indices must have a row for each"),
+    (rescored, lambda a: {"groups": 900, "ranks": a["ranks"][: 8 * 3 * 900 - 1]}, "ranks is too small"),
     (searched, fewer("logits"), "logits must have as many rows"),
     (searched, given(logits=FLOAT64), "logits must be bfloat16, float16 or float32"),
     (dequantized, given(out=torch.zeros(3, 96, dtype=torch.float16)), "out must be bfloat16, with as many rows"),
