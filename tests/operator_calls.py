@@ -90,6 +90,7 @@ def _normed() -> Arguments:
 
 
 def _rescored(fine: str = "bf16") -> Arguments:
+    print("seed", SEED)
     arguments = _dense(weights="nvfp4")
     del arguments["residual"]
     rows = torch.randn(72, 96, generator=torch.Generator().manual_seed(SEED)).bfloat16()

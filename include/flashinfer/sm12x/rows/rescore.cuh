@@ -35,12 +35,13 @@ constexpr int kRescoreTileRows = 16;
 constexpr int kMaxRescored = 16;  // of a group: the M side of an MMA
 constexpr int kMaxWanted = kMaxRescored + kMaxRowTopK;
 constexpr int kLogitsOfThread = 12;
-constexpr int kMaxGroupRows = kLogitsOfThread * kRescoreThreads;
+constexpr int kMaxGroupRows = 6'144;
 constexpr int kSubsetsOfWarp = 4;
 constexpr int kSubsets = kSubsetsOfWarp * kRescoreWarps;
 constexpr int kMaxFound = kMaxWanted * (kMaxGroupRows / kSubsets);  // all of as many subsets as are wanted
 constexpr int kMaxRescoredK = 14'336;  // a token lies in shared memory, of which every device gives 48 KB
-static_assert(kMaxWanted <= kSubsets && kMaxGroupRows % kSubsets == 0 && kSubsets % 32 == 0);
+static_assert(kMaxGroupRows == kLogitsOfThread * kRescoreThreads && kMaxGroupRows % kSubsets == 0);
+static_assert(kMaxWanted <= kSubsets && kSubsets % 32 == 0);
 
 // Rows of the largest group, the first, counting the last tile as whole.
 constexpr int64_t group_rows(int n, int groups) {
