@@ -99,11 +99,14 @@ _DENSE = (
     *(name for form, tokens in _TOKENS.items() for name in (form, *(f"{form}-{each}" for each in tokens))),
 )
 
+RESCORED = "nvfp4_rescored"
+"""Of LM heads: NVFP4, and the largest logits again from the bf16 weight."""
+
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe": ("auto", "mxfp4", "mxfp4-a8", "mxfp4-a16", "vllm"),
     "qkv": _DENSE,
     "o": _DENSE,
-    "lm_head": _DENSE,
+    "lm_head": (*_DENSE, RESCORED),
     "moe_input": ("bf16", "mxfp8"),
     "graphs": ("spark", "vllm"),
     "attention": ("flashinfer", "vllm"),

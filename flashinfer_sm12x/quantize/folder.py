@@ -12,6 +12,8 @@ Tensors are named as compressed-tensors 0.17 names them, and are what it means b
              weight_scale [n, k / 32] uint8                                      -
     mxint8   weight [n, k] int8, weight_scale [n, k / 32] uint8                  -
 
+An LM head in ``nvfp4_rescored`` is stored as one in ``nvfp4`` is: its fine rows are the checkpoint's own.
+
 Modules are the checkpoint's: queries, keys and values apart, of NVFP4 with one factor. The manifest, written last,
 holds the SHA-256 of each file, and of each module's weight in bfloat16: who loads a folder sees that every byte is
 there, and that the checkpoint is the one that was quantized.
@@ -30,7 +32,7 @@ import torch
 from flashinfer.quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
 
 from .files import FolderError
-from .manifest import Manifest, finished
+from .manifest import Manifest, finished, stored
 
 PACKED = ("mxfp4", "nvfp4", "mxfp6")
 LARGEST = {"mxfp4": 6.0, "nvfp4": 6.0 * 448.0, "mxfp6": 7.5, "mxint8": 2.0, "mxfp8": 448.0}
@@ -153,7 +155,7 @@ class Folder:
         except (SafetensorError, KeyError, ValueError) as error:  # the others of dtypes that torch has not
             raise FolderError(f"{path} is no file of tensors ({error}); copy or quantize it again") from error
         modules = {name: each for name, each in self.manifest.modules.items() if each.file == file}
-        expected = {each for name, m in modules.items() for each in tensor_names(name, self.formats[m.kind])}
+        expected = {each for name, m in modules.items() for each in tensor_names(name, stored(self.formats[m.kind]))}
         for name in sorted(expected ^ found.keys()):
             problem = "has no tensor" if name in expected else "has a tensor that its manifest does not know of:"
             raise FolderError(f"{path} {problem} {name!r:.120}; copy or quantize it again")
@@ -174,7 +176,7 @@ class Folder:
         """The weights of several modules, concatenated by rows, in float32. Raises the errors of :meth:`weights`."""
         weights = self.weights(names)
         modules = [self.manifest.modules[name] for name in names]
-        rows = (dequantize_rows(w, self.formats[m.kind], m.k) for w, m in zip(weights, modules, strict=True))
+        rows = (dequantize_rows(w, stored(self.formats[m.kind]), m.k) for w, m in zip(weights, modules, strict=True))
         return torch.cat(list(rows))
 
     def weights(self, names: list[str]) -> list[BlockScaledWeight]:
@@ -196,7 +198,7 @@ class Folder:
                 tensors[module.file] = self.tensors(module.file)
             size = module.n, module.k
             try:
-                found.append(from_tensors(name, self.formats[module.kind], tensors[module.file], size))
+                found.append(from_tensors(name, stored(self.formats[module.kind]), tensors[module.file], size))
             except ValueError as error:
                 raise FolderError(f"{self.path / module.file}: {error}; copy or quantize it again") from error
         scales = [None if weight.global_scale is None else float(weight.global_scale) for weight in found]

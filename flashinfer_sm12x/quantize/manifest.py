@@ -20,9 +20,15 @@ MANIFEST = "sm12x_dense.json"
 UNFINISHED = "sm12x_dense.unfinished.json"
 """The manifest of what has been written so far."""
 VERSION = 1
-KINDS = ("qkv", "o", "lm_head")
 HEAD = "lm_head"
+KINDS = ("qkv", "o", HEAD)
 FORMATS = ("mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8")
+RESCORED = "nvfp4_rescored"
+COARSE = {RESCORED: "nvfp4"}
+"""Formats of an LM head whose largest logits are computed again from the checkpoint's own rows, and what they hold of
+it (``flashinfer.gemm.dense_block_scaled_rescored``)."""
+FORMATS_OF = {"qkv": FORMATS, "o": FORMATS, HEAD: (*FORMATS, *COARSE)}
+"""The formats that each kind of layers may have."""
 NAMES = {"qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"), "o": ("o_proj",), "lm_head": (HEAD,)}
 """What the modules of each kind are called."""
 BLOCK = 32
@@ -69,7 +75,7 @@ class Manifest:
         formats, modules, files = found.object("formats"), found.object("modules"), found.object("files")
         formats.only(*KINDS)
         manifest = cls(
-            formats={kind: formats.one_of(kind, FORMATS) for kind in formats.values},
+            formats={kind: formats.one_of(kind, FORMATS_OF[kind]) for kind in formats.values},
             run=found.object("run").values,
             modules={name: _module(modules, name) for name in modules.values},
             files={name: files.text(name, SHA256, "a SHA-256, 64 hexadecimal digits") for name in files.values},
@@ -85,6 +91,11 @@ class Manifest:
             if file not in used:
                 files.refuse(f"no module is in {file!r:.80}")
         return manifest
+
+
+def stored(name: str) -> str:
+    """The format of the tensors that a folder holds for a layer of format ``name``."""
+    return COARSE.get(name, name)
 
 
 def _module(modules: Fields, name: str) -> Module:

@@ -16,7 +16,8 @@ if ``import flashinfer`` is not this fork (``flashinfer_sm12x.versions``).
 ``nvfp4``        NVFP4 experts of any model
 ``dense``        QKV, O and the LM head in block-scaled formats
 ``layer_object`` the cache of the fork's layer objects
-``lm_head``      the LM head's class
+``lm_head``      the LM head's class, of every model
+``rescored``     LM heads of any model that rescore; ``coarse_weight`` is what they read most of
 ``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network
 ``compiler``     whether this machine can compile for its GPU

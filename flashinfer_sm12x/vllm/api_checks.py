@@ -243,7 +243,11 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "head": {
         "vllm.config.vllm": ("VllmConfig.model_config",),
-        "vllm.config.model": (*"ModelConfig.hf_config ModelConfig.architecture ModelConfig.runner_type".split(),),
+        "vllm.config.model": tuple(
+            f"ModelConfig.{name}" for name in ("hf_config", "architecture", "runner_type", "dtype")
+        ),
+        "vllm.distributed": ("get_pp_group()",),
+        "vllm.distributed.parallel_state": ("GroupCoordinator.is_last_rank",),
         "vllm.model_executor.custom_op": (
             "PluggableLayer.register_oot(name=, _decorated_layer_cls=None)",
             "op_registry_oot",
@@ -251,6 +255,37 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.vocab_parallel_embedding": (
             "ParallelLMHead.__init__(num_embeddings, embedding_dim, bias=, params_dtype=, org_num_embeddings=, "
             "padding_size=, quant_config=, prefix=, quant_method=, disable_tp=False)",
+            "ParallelLMHead.weight_loader <- (param, loaded_weight)",
+            "ParallelLMHead.quant_method",
+        ),
+        f"{LAYERS}.logits_processor": (
+            "LogitsProcessor.__init__ <- (vocab_size, org_vocab_size=None, scale=1.0, logits_as_input=False, "
+            "soft_cap=None)",
+        ),
+    },
+    "rescored": {
+        "vllm.config.vllm": ("VllmConfig.lora_config", "VllmConfig.speculative_config"),
+        "vllm.config.model": ("ModelConfig.head_dtype", "ModelConfig.dtype"),
+        "vllm.config.lora": ("LoRAConfig.target_modules",),
+        "vllm.config.speculative": ("SpeculativeConfig.draft_lm_head_quantization",),
+        "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+        f"{LAYERS}.linear": ("UnquantizedLinearMethod",),
+        f"{LAYERS}.vocab_parallel_embedding": (
+            "UnquantizedEmbeddingMethod.apply <- (layer, x, bias=None)",
+            "UnquantizedEmbeddingMethod.process_weights_after_loading <- (layer)",
+            "UnquantizedEmbeddingMethod.tie_weights <- (layer, embed_tokens)",
+            "VocabParallelEmbedding.weight_loader <- (param, loaded_weight)",
+            *"ParallelLMHead.prefix ParallelLMHead.quant_method ParallelLMHead.shard_indices".split(),
+            *(
+                f"VocabParallelEmbeddingShardIndices.{name}"
+                for name in ("num_org_elements", "num_org_elements_padded", "num_added_elements")
+            ),
+        ),
+        "vllm.v1.worker.gpu_worker": ("Worker.reload_weights", "Worker.finish_weight_update"),
+        "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner._get_prompt_logprobs_dict",),
+        "vllm.v1.worker.gpu.sample.prompt_logprob": (
+            "PromptLogprobsWorker.compute_prompt_logprobs",
+            "PromptLogprobsWorker.compute_prompt_token_id_logprobs",
         ),
     },
     "attention": {
@@ -342,7 +377,12 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Part -> module -> checks of its names."""
 
-NEEDS: Mapping[str, tuple[str, ...]] = {"head": ("dense",), "decode": ("experts",), "nvfp4": ("experts",)}
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "head": ("dense",),
+    "rescored": ("head",),
+    "decode": ("experts",),
+    "nvfp4": ("experts",),
+}
 """Part -> other parts that it needs; all of them need ``config``."""
 
 
@@ -530,6 +570,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "nvfp4": ("nvfp4", "NVFP4 experts are"),
     "dense": ("dense", "QKV, O and the LM head are"),
     "head": ("lm_head", "the LM head is"),
+    "rescored": ("rescored", "the rescored LM head is"),
     "attention": ("attention", "the choice of the attention is"),
     "decode": ("model", "decode steps are"),
 }

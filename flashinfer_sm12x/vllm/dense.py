@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
+from .. import variables
 from ..versions import KERNELS_PACKAGE
 from . import api_checks, compiler, dense_folder, fallback, settings, table
 from .layer_object import LayerObject
@@ -183,7 +184,11 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     kinds += ["lm_head"] if model.runner_type == "generate" else []
     with set_current_vllm_config(vllm_config):
         weights = {kind: chosen.choice(kind).weights for kind in kinds}
-        ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
+        ours = [
+            kind
+            for kind, form in weights.items()
+            if form != "bf16" and (form == variables.RESCORED or _is_ours(form))  # vLLM has none that rescores
+        ]
     if ours and (reason := compiler.why_none()):
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
         raise fallback.Refusal(

@@ -138,7 +138,7 @@ class Layer:
 
         self._check()
         module = self.folder.manifest.modules[self.parts[0]]
-        form = self.folder.formats[module.kind]
+        form = manifest.stored(self.folder.formats[module.kind])
         layout = LAYOUTS[form]
         rows, k = layer.weight.shape
         whole = self.folder.weights(self.parts)

@@ -313,7 +313,9 @@ def reading_ahead(kernel: ForkKernel | None, layer: Any) -> Iterator[None]:
 def weight_of(layer: Any) -> torch.Tensor | None:
     """The weight that a launch in front may read ahead; None where a kernel of vLLM's keeps it in a way that it cannot
     be."""
-    weight = getattr(layer, "weight", None)
+    weight = getattr(layer, "sm12x_coarse", None)  # an LM head that rescores reads this one
+    if weight is None:
+        weight = getattr(layer, "weight", None)
     return weight if weight is not None and weight.is_contiguous() else None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from ..variables import RESCORED
 from . import api_checks, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -58,7 +59,10 @@ def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
 def tell_of_another_model(architecture: str) -> None:
     """Warn of choices that apply only to gpt-oss, and of ``moe`` if no MXFP4 experts were built. Called when another
     model's head is built, which vLLM does after its layers."""
-    if given := chosen(tuple(key for key in OF_LAYERS if key != "moe")):
+    given = chosen(tuple(key for key in OF_LAYERS if key != "moe"))
+    if given.get("lm_head") == RESCORED:  # which every model's head takes
+        del given["lm_head"]
+    if given:
         logger.warning_once(
             "flashinfer-sm12x: %s do not apply to %s: these choices are gpt-oss's",
             _pairs(given),

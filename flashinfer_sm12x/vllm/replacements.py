@@ -154,7 +154,38 @@ TABLE = (
         "vllm.model_executor.custom_op",
         "op_registry_oot[ParallelLMHead]",
         "lm_head.SM12xParallelLMHead",
-        "gives gpt-oss's LM head, which vLLM builds without a quantization config, its format",
+        "gives gpt-oss's LM head, built without a quantization config, its format; has any model's rescore",
+    ),
+    Replacement(
+        "head",
+        "vllm.model_executor.custom_op",
+        "op_registry_oot[LogitsProcessor]",
+        "lm_head.SM12xLogitsProcessor",
+        "logs that a model has no head of its own, where one was to rescore",
+    ),
+    *(
+        Replacement(
+            "rescored",
+            "vllm.v1.worker.gpu_worker",
+            f"Worker.{name}",
+            "rescored.deriving_after",
+            "derives coarse LM heads again from weights that were written to in place",
+        )
+        for name in ("reload_weights", "finish_weight_update")
+    ),
+    *(
+        Replacement(
+            "rescored",
+            module,
+            path,
+            "rescored.fine_for_prompts",
+            "computes the logits of `prompt_logprobs` from the LM head's bf16 weight",
+        )
+        for module, path in (
+            ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_prompt_logprobs_dict"),
+            ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker.compute_prompt_logprobs"),
+            ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker.compute_prompt_token_id_logprobs"),
+        )
     ),
     Replacement(
         "attention",

@@ -41,7 +41,8 @@ class Choice:
     activations: str
 
     def __str__(self) -> str:
-        return self.weights if self.weights in ("bf16", "vllm") else f"{self.weights}-{self.activations}"
+        alone = self.weights in ("bf16", "vllm", variables.RESCORED)
+        return self.weights if alone else f"{self.weights}-{self.activations}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,9 +57,9 @@ def text() -> str:
     return str(tabulate(rows, headers=headers, tablefmt="github"))
 
 
-def log_once() -> None:
+def log_once(model: str = "gpt-oss") -> None:
     """Log the table, once a server: layers call it when their weights are in, by when all of them exist."""
     with fallback.leaving("the attention's row of the table is"):
         _note_attention()
     with fallback.leaving("the table of layers is"):
-        logger.info_once("flashinfer-sm12x serves gpt-oss:\n%s", text(), scope="global")
+        logger.info_once("flashinfer-sm12x serves %s:\n%s", model, text(), scope="global")

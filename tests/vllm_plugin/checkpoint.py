@@ -33,9 +33,9 @@ def write(folder: Path, seed: int, **changes: Any) -> dict[str, Any]:
     return random_checkpoint.write(folder, seed, {**CONFIG, **changes})
 
 
-def write_draft(folder: Path, seed: int, vocabulary: int) -> None:
+def write_draft(folder: Path, seed: int, vocabulary: int, of: int = CONFIG["vocab_size"]) -> None:
     """An EAGLE3 draft for :data:`CONFIG`'s model, by the names of published ones; it knows the first ``vocabulary``
-    tokens."""
+    tokens ``of`` the model's."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     hidden, inter, heads, kv, head = 160, 96, 4, 2, 40
@@ -48,7 +48,7 @@ def write_draft(folder: Path, seed: int, vocabulary: int) -> None:
         "num_key_value_heads": kv,
         "head_dim": head,
         "num_hidden_layers": 1,
-        "vocab_size": CONFIG["vocab_size"],
+        "vocab_size": of,
         "draft_vocab_size": vocabulary,
         "max_position_embeddings": CONFIG["max_position_embeddings"],
         "rms_norm_eps": 1e-5,

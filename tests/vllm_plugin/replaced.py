@@ -23,7 +23,7 @@ from flashinfer_sm12x.vllm import api_checks, fallback, replacements
 State = dict[tuple[int, str], tuple[str, Any]]
 """The holder's identity and a name in it -> the path at which it was found, and the value; the holder has no name."""
 DEPTH = 3  # a module, an object of it, that object's registry, and its entries
-PARTS = ("config", "decode", "experts", "nvfp4", "head", "attention")
+PARTS = ("config", "decode", "experts", "nvfp4", "head", "rescored", "attention")
 
 
 def is_vllms(name: object) -> bool:
@@ -102,6 +102,14 @@ def start_anew() -> None:
     plugin._registered, plugin.outcome = False, ""
 
 
+def build_a_head() -> None:
+    """What the first head that rescores does, if the plugin's class of heads is there."""
+    module = api_checks.module("rescored")
+    if module is not None and any(each.part == "head" for each in replacements._before):
+        with fallback.leaving(api_checks.MODULES["rescored"][1]):
+            module.install()
+
+
 def register(fails: Callable[[Any], bool] = lambda _: False, written: bool = False) -> None:
     """``register()``, in which an entry for which ``fails`` cannot be replaced; ``written``: what failed had replaced
     it."""
@@ -118,6 +126,7 @@ def register(fails: Callable[[Any], bool] = lambda _: False, written: bool = Fal
     replacements.Replacement.replace = replace  # type: ignore[method-assign]
     try:
         plugin.register()
+        build_a_head()
     finally:
         replacements.Replacement.replace = real  # type: ignore[method-assign]
 
@@ -148,6 +157,7 @@ if __name__ == "__main__":
 
     virgin = state()
     plugin.register()
+    build_a_head()
     after = state()
     made = changed(virgin, after)
     result: dict[str, Any] = {
@@ -157,6 +167,7 @@ if __name__ == "__main__":
     }
     plugin._registered = False
     plugin.register()
+    build_a_head()
     result["again"] = [*changed(after, state())]
     result["in a child"] = in_a_child(after)
     result["log"] = messages[:]

@@ -13,7 +13,7 @@ from test_vllm_processes import start
 from flashinfer_sm12x.vllm import api_checks, replacements
 
 FAILS = [(part, at) for part in api_checks.TABLE for at in range(len(replacements.of(part)))]
-LEFT_WITH = {"config": set(api_checks.TABLE), "experts": {"nvfp4"}}
+LEFT_WITH = {"config": set(api_checks.TABLE), "experts": {"nvfp4"}, "head": {"rescored"}}
 """Part -> the others whose replacements are not made either if it fails."""
 
 
