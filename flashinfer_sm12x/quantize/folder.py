@@ -176,7 +176,8 @@ class Folder:
         """The weights of several modules, concatenated by rows, in float32. Raises the errors of :meth:`weights`."""
         weights = self.weights(names)
         modules = [self.manifest.modules[name] for name in names]
-        rows = (dequantize_rows(w, stored(self.formats[m.kind]), m.k) for w, m in zip(weights, modules, strict=True))
+        formats: list[Any] = [stored(self.formats[module.kind]) for module in modules]
+        rows = (dequantize_rows(w, form, m.k) for w, m, form in zip(weights, modules, formats, strict=True))
         return torch.cat(list(rows))
 
     def weights(self, names: list[str]) -> list[BlockScaledWeight]:

@@ -45,9 +45,9 @@ class SM12xParallelLMHead(ParallelLMHead):
 
     def weight_loader(self, param: Any, loaded_weight: torch.Tensor) -> None:
         super().weight_loader(param, loaded_weight)
-        loaded = getattr(self.quant_method, "loaded", None)
-        if loaded is not None and param.dim() == 2:  # not the bias
-            loaded(self, param, loaded_weight)
+        follow = getattr(self.quant_method, "weight_was_loaded", None)
+        if follow is not None and param.dim() == 2:  # not the bias
+            follow(self, param, loaded_weight)
 
 
 class SM12xLogitsProcessor(LogitsProcessor):
@@ -148,7 +148,7 @@ def install() -> None:
     classes = SM12xParallelLMHead, SM12xLogitsProcessor
     with replacements.installing("head") as entries:
         for entry, ours in zip(entries, classes, strict=True):
-            name = ours.__base__.__name__
+            name = ours.__name__.removeprefix("SM12x")
             if entry.original() is not None:
                 logger.warning(
                     "flashinfer-sm12x: another plugin replaces %s; the LM head stays as that one makes it", name

@@ -9,7 +9,7 @@ and again in place after every other load, because captured graphs hold their ad
 =================================================== ===============================================================
 vLLM prepares a loaded layer, at the start or       :meth:`RescoredHeadMethod.process_weights_after_loading`
 in a reload layer by layer
-weights are loaded into a running model, or those   the loader of the weight, :meth:`RescoredHeadMethod.loaded`
+weights are loaded into a running model, or those   their loader, :meth:`RescoredHeadMethod.weight_was_loaded`
 of an embedding whose weight the head shares
 tensors are copied into the weight                  the worker's methods that end an update, :func:`deriving_after`
 =================================================== ===============================================================
@@ -118,7 +118,7 @@ class RescoredHeadMethod(UnquantizedEmbeddingMethod):
         self._live: Any = None  # the weight that calls read
         self._object = LayerObject()
 
-    def loaded(self, head: Any, weight: Any, loaded_weight: Any) -> None:
+    def weight_was_loaded(self, head: Any, weight: Any, loaded_weight: Any) -> None:
         """Derive anew after the loads that no :meth:`process_weights_after_loading` follows. ``weight`` is the
         parameter that ``loaded_weight`` of the checkpoint was loaded into."""
         if self.quantized is not None:
@@ -148,7 +148,7 @@ class RescoredHeadMethod(UnquantizedEmbeddingMethod):
             owner = embedding() or running  # a draft may have been given another embedding
             functools.partial(VocabParallelEmbedding.weight_loader, owner)(param, loaded_weight)
             if running is not None:
-                self.loaded(running, param, loaded_weight)
+                self.weight_was_loaded(running, param, loaded_weight)
 
         layer.weight.weight_loader = load
         return tied

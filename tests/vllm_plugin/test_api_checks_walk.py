@@ -197,7 +197,9 @@ NO_CLASS_HAS = {
     "LinearBase.weight_scale": "made here",
     "LinearBase.sm12x_coarse": "made here",
     "ParallelLMHead.weight": "a parameter, which the layer's method makes",
-    **dict.fromkeys(("UnquantizedEmbeddingMethod.loaded", "UnquantizedEmbeddingMethod.follow"), "of this plugin's"),
+    **dict.fromkeys(
+        ("UnquantizedEmbeddingMethod.weight_was_loaded", "UnquantizedEmbeddingMethod.follow"), "of this plugin's"
+    ),
     "LinearBase.weight_global_scale": "made here",
     "LinearBase._already_called_process_weights_after_loading": "vLLM's mark on a layer that is done",
     "LinearBase.input_size_per_partition": "set here, where the layer's weight is made",

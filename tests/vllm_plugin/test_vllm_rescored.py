@@ -205,16 +205,31 @@ def test_each_rank_rescores_its_own_rows(config, monkeypatch):
         require_rescored(own(x), x, weight[PADDED * rank : PADDED * (rank + 1)])
 
 
-@pytest.mark.parametrize(
-    "way", ["loader", "tied embedding's loader", "in place", "reload layer by layer", "tied reload"]
+def worker(write: Any) -> Any:
+    """A worker as far as vLLM's methods that end an update read it; ``write`` writes the weights."""
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(),
+        model_runner=SimpleNamespace(reload_weights=write, reset_lora_state=lambda: None),
+        _check_weight_transfer_engine=lambda: None,
+        weight_transfer_engine=SimpleNamespace(finish_weight_update=write, reset_weight_update_target=lambda: None),
+        _weight_update_active=True,
+        _weight_update_is_draft=False,
+    )
+
+
+WAYS = (
+    *("loader", "tied embedding's loader", "in place, reload_weights", "in place, finish_weight_update"),
+    *("reload layer by layer", "tied reload"),
 )
-def test_no_call_reads_a_coarse_weight_of_an_earlier_weight(config, way):
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_call_reads_a_coarse_weight_of_an_earlier_weight(config, monkeypatch, way):
     """The tensors that a captured graph has read hold the new weight's values, at their addresses."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from flashinfer_sm12x.vllm import rescored
+    from vllm.v1.worker import gpu_worker
 
     first, second, x = random(6), random(7) * 3, random(8, 5)
     head = Head(config)
@@ -232,10 +247,10 @@ def test_no_call_reads_a_coarse_weight_of_an_earlier_weight(config, way):
     assert sorted(before) == ["sm12x_coarse", "sm12x_coarse_alpha", "sm12x_coarse_scale", "sm12x_padding"]
     if "loader" in way:
         owner.weight.weight_loader(owner.weight, second)
-    elif way == "in place":
-        with torch.no_grad():
-            head.layer.weight.data[:VOCABULARY].copy_(second)
-        rescored.deriving_after(lambda: None)()
+    elif "in place" in way:
+        monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: contextlib.nullcontext())
+        write = lambda: head.layer.weight.data[:VOCABULARY].copy_(second)  # noqa: E731
+        getattr(gpu_worker.Worker, way.partition(", ")[2])(worker(write))
     else:
         layerwise.initialize_layerwise_reload(model)
         owner.weight.weight_loader(owner.weight, second)
@@ -494,6 +509,18 @@ def test_a_model_without_a_head_is_named_in_the_table(folders, log):
     with served.parallel_groups(made):
         LogitsProcessor(VOCABULARY)
     assert [message for message in log if "the model has none" in message] == []
+
+
+def test_a_head_is_vllms_where_a_name_that_it_needs_has_moved(config, monkeypatch, log):
+    from flashinfer_sm12x.vllm import api_checks
+    from flashinfer_sm12x.vllm import table as rows
+
+    monkeypatch.setattr(
+        api_checks, "_moved", lambda part: "Worker.reload_weights is gone" if part == "rescored" else ""
+    )
+    assert Head(config).method == "UnquantizedEmbeddingMethod"
+    assert "flashinfer-sm12x: the rescored LM head is left to vLLM: Worker.reload_weights is gone" in log
+    assert rows._rows["lm_head"][2] == "Worker.reload_weights is gone"
 
 
 def test_a_failure_leaves_the_head_to_vllm(config, monkeypatch, log):
