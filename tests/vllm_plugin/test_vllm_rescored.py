@@ -146,6 +146,7 @@ class Head:
 
 
 def random(seed: int, rows: int = VOCABULARY, k: int = K) -> torch.Tensor:
+    print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, k, generator=generator) * k**-0.5).to(torch.bfloat16)
 
@@ -472,17 +473,19 @@ def test_a_quantized_head_and_one_of_another_choice_stay(folders, log):
         patch.setattr(module, "resolve_quant_method", lambda config, layer, prefix: Quantized())
         assert Head(made, quant_config=object()).method == "Quantized"
         assert f"{LEFT}it is quantized: Quantized" in log
-        assert Head(made, quant_method=Quantized()).method == "Quantized"
+        for given in (Quantized, UnquantizedEmbeddingMethod):  # what a model or vLLM's own copy names, stays
+            assert Head(made, quant_method=given()).method == given.__name__
     made = serve(folders / "gpt-oss", {"lm_head": "mxint8"})
     with served.parallel_groups(made):
         assert Head(made).method == "DenseMethod"
         assert Head(made, prefix="language_model.lm_head").method == "UnquantizedEmbeddingMethod"
 
 
-def test_a_pooling_models_head_and_a_draft_without_a_tag_stay(folders, monkeypatch):
+def test_a_pooling_models_head_and_a_draft_without_a_tag_stay(folders, monkeypatch, log):
     made = serve(folders / "gpt-oss", RESCORED, "--runner", "pooling")
     with served.parallel_groups(made):
         assert Head(made).method == "UnquantizedEmbeddingMethod"
+        assert [message for message in log if "left to vLLM" in message] == []  # it was not asked for
     made = serve(folders / "gpt-oss", RESCORED)
     monkeypatch.setitem(sys.modules, "vllm.compilation.backends", SimpleNamespace())
     with served.parallel_groups(made):
