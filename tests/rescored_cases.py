@@ -11,7 +11,7 @@ from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.testing import quantize_mxfp4, swizzle_scales, unswizzle_scales
 from flashinfer.testing.mxfp_formats import Operand
 
-UNUSUAL = ("equal", "nan", "first nan", "-inf", "inf", "zeros", "nan in a fine row")
+UNUSUAL = ("equal", "nan", "first nan", "last nan", "-inf", "inf", "zeros", "nan in a fine row")
 
 
 class Head(NamedTuple):
@@ -86,6 +86,8 @@ def unusual_head(kind: str, m: int, n: int, out_dtype: torch.dtype) -> tuple[Hea
         bias[n // 2] = torch.inf
     elif kind == "first nan":
         bias[0] = torch.nan
+    elif kind == "last nan":
+        bias[-40:] = torch.nan
     elif kind == "-inf":
         bias[:-1] = -torch.inf
     elif kind == "inf":

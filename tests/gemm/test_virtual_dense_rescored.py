@@ -11,11 +11,16 @@ from rescored_cases import UNUSUAL, Head, make_head, unusual_head
 from virtual_devices import ALL_CHECKERS, virtual_fixture
 
 from flashinfer.gemm import dense_block_scaled, dense_block_scaled_rescored, dense_block_scaled_rescored_top_k
+from flashinfer.gemm.sm12x_dense_launch import BF16
 from flashinfer.gemm.sm12x_dense_rescored import rescores
+from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x.instances import DENSE_INSTANCES
 from flashinfer.testing import check_within_bound
 from flashinfer.testing.rescored_reference import rescored_reference, rescored_rows
 from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+DENSE = {row.name: row.index for row in DENSE_INSTANCES}
 
 device = virtual_fixture(watch=ALL_CHECKERS)
 
@@ -51,7 +56,8 @@ def check(head: Head, groups: int, rescored: int, **named: Any) -> None:
 
 
 # Rows of the last tile that are there; groups of one tile, with fewer rows than are rescored, or than are the largest;
-# more groups than tiles; one group; K of one scale block, of three in flight by each lane and one more, and one that leaves lanes without any.
+# more groups than tiles; one group; K of one scale block, of three in flight by each lane and one more, and one that
+# leaves lanes without any.
 @pytest.mark.parametrize(
     ("m", "n", "k", "groups", "rescored"),
     [
@@ -100,15 +106,17 @@ def test_ties_and_what_is_no_number(device: VirtualDevice, kind: str, out_dtype:
     assert torch.equal(found.values.nan_to_num(9e9), values.nan_to_num(9e9))
 
 
-@pytest.mark.parametrize("order", ["falling", "one thread", "one warp", "rising"])
+@pytest.mark.parametrize("order", ["falling", "one thread", "one warp", "one of a subset", "rising"])
 def test_where_the_largest_lie(device: VirtualDevice, order: str) -> None:
-    """All of a group's largest in one thread's share, in one warp's, at its beginning or its end."""
+    """All of a group's largest in one thread's share, in one warp's, one in each subset, at its beginning or its
+    end."""
     n, groups, threads = 12 * 512 * 2, 2, 512
     at = torch.arange(n // groups)
     key = {
         "falling": -at,
         "rising": at,
         "one thread": torch.where(at % threads == 77, 5000 + at, -at),
+        "one of a subset": torch.where((at < threads) & (at % 32 < 4), 9000 - at, -at),
         "one warp": torch.where(at % threads // 32 == 3, 5000 + at, -at),
     }[order]
     rank = key.argsort().argsort().float()  # of a group's rows; as float32 they differ
@@ -137,14 +145,24 @@ def test_the_fine_weight_alone_where_it_has_fewer_bytes(device: VirtualDevice) -
 
 
 def test_a_rescoring_after_another(device: VirtualDevice) -> None:
-    """Programmatic dependent launches into the same logits."""
+    """Programmatic dependent launches into the same logits, each behind its layer."""
     heads = [make_head(2, 1500, 96, seed) for seed in (1, 2)]
-    out = torch.full((2, 1500), torch.nan, dtype=torch.bfloat16)
-    results = []
-    for head in [*heads, heads[0]]:
-        arguments = head.x, *head.coarse, *head.fine, head.bias
-        dense_block_scaled_rescored(*arguments, **head.named, groups=6, out=out, enable_pdl=True)
-        results.append(out.clone())
-    assert torch.equal(results[0], results[2])
-    assert not torch.equal(results[0], results[1])
-    assert all(launch.programmatic for launch in device.launches if "rescore" in launch.kernel)
+    module = device.module(gen_dense_module, "mxfp4")
+    outs = [torch.full((2, 1500), torch.nan, dtype=torch.bfloat16) for _ in heads]
+
+    def launch(*_tensors: torch.Tensor) -> None:
+        for head, out in zip(heads, outs, strict=True):
+            layer = out, head.x, None, *head.coarse, head.named["alpha"], None, None, None
+            module.sm12x_dense_run(*layer, BF16, DENSE["dense_mxfp4_m8_w2"], None, True, True)
+            module.sm12x_rescore_run(out, head.x, *head.fine, None, 6, 16, None, None, 0, None, True)
+
+    device.call(
+        launch,
+        *(tensor for head in heads for tensor in (head.x, *head.coarse, head.named["alpha"], head.fine[0])),
+        writes=outs,
+    )
+    assert launched(device) == ["dense_layer_kernel", "rescore_kernel"] * 2
+    assert all(each.programmatic for each in device.launches[1:])
+    for head, out in zip(heads, outs, strict=True):
+        arguments = head.x, *head.coarse, *head.fine
+        assert torch.equal(out, dense_block_scaled_rescored(*arguments, **head.named, groups=6))
