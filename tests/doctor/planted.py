@@ -210,7 +210,7 @@ ELSEWHERE = "&& export FLASHINFER_WORKSPACE_BASE="
 WHEEL = f'"flashinfer-python=={UPSTREAM}"'
 CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
 THE_TOOLKIT = {"CUDA_HOME": "{root}/toolkit"}  # named: else one of the machine that runs the tests may be taken
-TOOLKIT = f"pip install {shlex.quote(f'{REPO}[cuda]')}"
+TOOLKIT = f"pip install {REPO}[cuda]"  # the test removes a command's quotes
 HIDDEN = f"/bin/mount -t tmpfs tmpfs {DEFAULT_ROOT.resolve()}" if DEFAULT_ROOT.exists() else ""
 """Hides a toolkit in NVIDIA's place, which would be taken before pip's."""
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1

@@ -282,7 +282,7 @@ def test_the_parts_tell_what_they_find() -> None:
     rates = {"bf16": [862, 1024], "f16": [862, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
     assert json.loads(json.dumps(answers)) == {
         "device": answers["device"],
-        "dram": {"wrong": False, "predicted": [218.0, 250.0]},
+        "dram": {"wrong": False, "copies_wrong": False, "predicted": [218.0, 250.0]},
         "mma": {kind: {"wrong": 0, "predicted": predicted} for kind, predicted in rates.items()},
         "sums": {"bf16": 13, "f16": 13, "mxf8f6f4": 13, "mxf4": 13, "needed": modules.NARROWEST_SUM},
         "launch": {f"{kind} out of order": 0 for kind in launches.KINDS},

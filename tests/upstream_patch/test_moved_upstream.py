@@ -219,7 +219,7 @@ def test_a_place_is_checked_in_upstreams_text_not_in_what_topics_made_of_it():
 def test_definitions_are_taken_with_their_comments_and_documentation():
     source = "flashinfer/sm12x/instances.py"
     taken = with_definitions(f"x = 1\n# take {source}: GEMM_INSTANCES TWO_KERNEL\ny = 2\n")
-    assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
+    assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nTWO_KERNEL: tuple[Instance, ...] = (\n")
     assert taken.endswith('"""The rows for which the grouped GEMM is compiled."""\ny = 2\n')
     first = with_definitions("# take flashinfer/testing/error_bounds.py: __doc__ STEP\n")
     assert first.startswith('"""Bounds on the distance of a float32') and "\n\nSTEP = 8\n" in first

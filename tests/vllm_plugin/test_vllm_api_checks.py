@@ -137,6 +137,7 @@ def test_a_signature_of_another_order_kind_name_or_default_is_named(monkeypatch,
     written = inspect.getattr_static(holder, name)
     function = written.__func__ if isinstance(written, (staticmethod, classmethod)) else written
     if function.__module__.startswith("flashinfer_sm12x.vllm"):  # vLLM's is what the plugin's closes over
+        function = getattr(function, "__wrapped__", function)  # a cached function's closure is that of the inner one
         function = next(
             cell.cell_contents
             for cell in function.__closure__

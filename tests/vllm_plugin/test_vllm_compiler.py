@@ -46,8 +46,9 @@ def test_attention_is_forced_where_it_can_be_made(monkeypatch, reason):
     """vLLM's own question alone finds each of these compilers."""
     from vllm.utils import flashinfer as vllm_flashinfer
 
-    from flashinfer_sm12x.vllm import attention, compiler
+    from flashinfer_sm12x.vllm import attention, compiler, replacements
 
+    monkeypatch.setattr(replacements, "_before", {})  # an installed part is not installed again
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: False)
     attention.install()
     assert vllm_flashinfer._flashinfer_nvcc_path() is not None

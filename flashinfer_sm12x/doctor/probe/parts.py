@@ -80,8 +80,8 @@ def probe_dram(target: Target, tell: Tell) -> None:
         wrong = timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18, how)
         tell(**{f"{prefix}wrong": wrong})
         if target.virtual is None:
-            tell(**{f"{prefix}gigabytes_per_second": timing.sustained_read(target, READ_BYTES, how=how)})
-    tell(bytes=READ_BYTES)
+            rate = timing.sustained_read(target, READ_BYTES, how=how)
+            tell(**{f"{prefix}gigabytes_per_second": rate, "bytes": READ_BYTES})
     if target.device_class is GB10:
         tell(predicted=predicted.DRAM_GB_PER_SECOND)
 
