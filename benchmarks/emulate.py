@@ -43,7 +43,7 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_launch import moe_module
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
-from flashinfer.gemm.sm12x_dense_launch import choose, dense_module, gemm_compute_dtype, rows_format
+from flashinfer.gemm.sm12x_dense_launch import choose, dense_module, gemm_compute_dtype
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.modules import gen_dense_module
@@ -474,7 +474,7 @@ def rescoring_kernel(device: VirtualDevice, ranks: int) -> Kernel:
     call = functools.partial(
         device.call,
         module.sm12x_rescore_run,
-        *(logits, x, fine, None, rows_format("bf16"), None, GROUPS, RESCORED_ROWS, *no_top_k, False),
+        *(logits, x, fine, None, None, GROUPS, RESCORED_ROWS, *no_top_k, False),
         writes=[logits],
     )
     about = {"kind": RESCORING, "model": LAYER_MODEL, "ranks": ranks, "tokens": 1, "weights": "bf16"}
