@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from accuracy_bench import choices, experts, results
+from accuracy_bench import choices, experts, feedback, masks, results
 
 from flashinfer_sm12x.files import replace_bytes
 from flashinfer_sm12x.quantize import choice, formats, measure, models, texts
@@ -39,6 +39,11 @@ EXPERTS = (
     "exact, "
     "each chunk of a long prompt is rounded. Error of the outputs; times of gpt-oss-120b's own layer, predicted."
 )
+MASKED = (
+    "Heads alone, with the choices that a mask leaves, as constrained decoding sets it: the KL of the distribution of "
+    "these, and its first choice."
+)
+DRAFTS = "A rescored head as a draft's, with fewer rows: how often its first choice is the bf16 head's."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,6 +76,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="with ; between: a preset, a format, pairs such as "
         '"qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
         "folder= and what sm12x-quantize made of the same model",
+    )
+    parser.add_argument(
+        "--masks", action="store_true", help="also under masks over the vocabulary; without --choices it is always so"
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
@@ -119,17 +127,32 @@ def run(arguments: argparse.Namespace) -> int:
     if not windows:
         print("bench: --text: there are fewer than 16 tokens in it", file=sys.stderr)
         return 2
+    by_default = not arguments.choices
     wanted = arguments.choices or choices.default()
     if not formats.has_gguf():
         print(f"{choices.LLAMA_CPP_NAME} is left out: its quantizer is gguf's (pip install gguf)", file=sys.stderr)
     if subject.packed_experts:  # whose operator takes no tokens of llama.cpp's
         wanted = [dataclasses.replace(each, experts="bf16") if each.is_llama_cpp else each for each in wanted]
     bootstrap = measure.Bootstrap(windows)
-    with running(subject.name, "run"):
-        scores = measure.scores(subject, windows, wanted)
-    found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
-    modes = "" if arguments.choices else f"\n\n{EXPERTS}\n\n{experts.table()}"
-    output = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
+    drafts: list[choice.Choice] = []
+    with running(subject.name, "run"), tempfile.TemporaryDirectory() as scratch:
+        if by_default:
+            folders = [
+                feedback.quantized_once(subject, each, Path(scratch, str(index)))
+                for index, each in enumerate(choices.fed_back())
+            ]
+            drafts = [each for head in (choices.RESCORED_HEAD, folders[0]) for each in choices.of_drafts(head)]
+            wanted += folders
+        masked = [each for each in wanted if not each.modes and (each.body == choice.Choice() or not by_default)]
+        of_masks = masks.masks(subject.encode) if by_default or arguments.masks else {}
+        scores = measure.scores(subject, windows, list(dict.fromkeys([*wanted, *drafts])), of_masks, masked)
+    found = [results.result(each, scores[each], bootstrap) for each in wanted]
+    output = report(subject, windows, str(arguments.text or "the benchmark's texts"), found)
+    if of_masks:
+        output += f"\n\n{MASKED}\n\n{results.masked_table(scores, bootstrap, subject.name)}"
+    if by_default:
+        output += f"\n\n{DRAFTS}\n\n{results.drafts_table({each: scores[each] for each in drafts}, bootstrap)}"
+        output += f"\n\n{EXPERTS}\n\n{experts.table()}"
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}.md"
     replace_bytes(path, (output + "\n").encode())

@@ -30,6 +30,8 @@ from perfmodel.step import (
     MATRICES,
     NORMED,
     NORMED_BATCHES,
+    RESCORING,
+    RESCORING_US,
     TOKENS_BESIDE,
     Kernel,
 )
@@ -41,7 +43,7 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_launch import moe_module
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
-from flashinfer.gemm.sm12x_dense_launch import choose, gemm_compute_dtype
+from flashinfer.gemm.sm12x_dense_launch import choose, dense_module, gemm_compute_dtype
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.modules import gen_dense_module
@@ -56,6 +58,8 @@ from flashinfer.testing.moe_layers import MODELS as LAYERS
 from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 from flashinfer_sm12x.doctor.probe import layer as probed
+from flashinfer_sm12x.quantize.choice import GROUPS, RESCORED_ROWS
+from flashinfer_sm12x.quantize.manifest import COARSE, RESCORED
 
 P = ParamSpec("P")
 EMULATED_EXPERTS = 2
@@ -458,6 +462,25 @@ def router_kernel(device: VirtualDevice, model: str, tokens: int) -> Kernel:
     return called(device, call, FIXED_US["router"], kind="router", model=model, ranks=1, tokens=tokens, weights="bf16")
 
 
+def rescoring_kernel(device: VirtualDevice, ranks: int) -> Kernel:
+    """The launch of a rescored LM head after the coarse weight's, of one token: it reads the logits and the fine rows
+    of the largest. Blocks of other tokens do the same."""
+    n, k = MODELS[LAYER_MODEL].split(ranks).matrices["LM head"]
+    logits = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # Counts do not depend on values: rows of zeros take no memory until they are read.
+    x, fine = torch.zeros(1, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16)
+    module = dense_module(device, COARSE[RESCORED])
+    no_top_k = (None, None, 0, None)
+    call = functools.partial(
+        device.call,
+        module.sm12x_rescore_run,
+        *(logits, x, fine, None, None, GROUPS, RESCORED_ROWS, *no_top_k, False),
+        writes=[logits],
+    )
+    about = {"kind": RESCORING, "model": LAYER_MODEL, "ranks": ranks, "tokens": 1, "weights": "bf16"}
+    return called(device, call, RESCORING_US, **about)
+
+
 def attention_kernel(device: VirtualDevice, ranks: int, kv: str, sequences: int, context: int) -> Kernel:
     """This fork's decode attention, with rope and the new row of the cache; ``context`` 0: within the window."""
     size = MODELS[LAYER_MODEL].split(ranks)
@@ -488,6 +511,8 @@ def kernels() -> Iterator[Kernel]:
                 yield found
         for model, tokens in itertools.product(MODELS, (*DECODE, *PREFILL)):
             yield router_kernel(device, model, tokens)
+        for ranks in (1, 2):
+            yield rescoring_kernel(device, ranks)
         for ranks, kv, context in itertools.product((1, 2), KV_BYTES, (*CONTEXTS, 0)):
             yield attention_kernel(device, ranks, kv, 1, context)
         for sequences, context in itertools.product(DECODE[1:], (1024, 0)):

@@ -150,7 +150,7 @@ def _sm12x_specs(everything: bool) -> list[Any]:
     return [*map(modules.gen_fused_moe_module, formats), *map(modules.gen_fused_moe_instance_module, others)]
 
 
-_FORMATS = click.Choice(["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"])
+_FORMATS = ["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"]
 
 
 @_group.command("sm12x-build")
@@ -220,9 +220,15 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
 @click.option(
     "--tokens", type=click.IntRange(16, 65536), help="At most so many of it; by default 4 for each input of a layer"
 )
-@click.option("--qkv", type=_FORMATS, default="mxfp6", show_default=True)
-@click.option("--o", type=_FORMATS, default="mxfp6", show_default=True)
-@click.option("--lm-head", type=_FORMATS, default="mxfp6", show_default=True)
+@click.option("--qkv", type=click.Choice(_FORMATS), default="mxfp6", show_default=True)
+@click.option("--o", type=click.Choice(_FORMATS), default="mxfp6", show_default=True)
+@click.option(
+    "--lm-head",
+    type=click.Choice([*_FORMATS, "nvfp4_rescored"]),
+    default="nvfp4_rescored",
+    show_default=True,
+    help="nvfp4_rescored: NVFP4, of whose logits the largest are computed again from the checkpoint's own rows",
+)
 @click.option("--device", help="cuda or cpu; by default cuda where torch finds one")
 def sm12x_quantize_cmd(
     checkpoint: str,

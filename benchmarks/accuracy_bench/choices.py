@@ -4,18 +4,20 @@ GB10."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
 from token_bench.hindcast import Figure, rows
 
 from flashinfer.sm12x.models import MODELS, matrix_bytes
-from flashinfer_sm12x.quantize.choice import Choice
-from flashinfer_sm12x.quantize.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
-from flashinfer_sm12x.quantize.manifest import finished, located
+from flashinfer_sm12x.quantize.choice import GROUPS, Choice
+from flashinfer_sm12x.quantize.formats import BF16, HEADS, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
+from flashinfer_sm12x.quantize.manifest import COARSE, HEAD, RESCORED, finished, located
 from flashinfer_sm12x.variables import PRESETS
 
 CONTEXT = 1024
+DRAFT_ROWS = (1, 2, 4, 8)
 KV = ("bf16", "fp8")
 TOKEN_FORMATS = {"a16": BF16, "a8": "mxfp8", "a4": "mxfp4"}
 EXPERTS = {f"mxfp4-{suffix}": TOKEN_FORMATS[suffix] for suffix in ("a16", "a8")}
@@ -24,6 +26,7 @@ EXPERTS = {f"mxfp4-{suffix}": TOKEN_FORMATS[suffix] for suffix in ("a16", "a8")}
 LLAMA_CPP = Choice(Q8_0, Q8_0, Q8_0, Q8_0, Q8_0)
 """llama.cpp's gpt-oss: dense weights in Q8_0; all matrices multiply tokens of int8 with a scale for 32 of them."""
 LLAMA_CPP_NAME = "llama.cpp"
+RESCORED_HEAD = Choice(lm_head=RESCORED)
 
 
 def parse(text: str) -> Choice:
@@ -55,8 +58,9 @@ def parse(text: str) -> Choice:
             weights, _, suffix = value.rpartition("-")
             if suffix not in TOKEN_FORMATS:
                 weights, suffix = value, "a16"
-            if weights != BF16 and weights not in OURS:
-                allowed = ", ".join([BF16, *OURS])
+            own = (*OURS, *HEADS) if key == HEAD else OURS
+            if weights != BF16 and weights not in own:
+                allowed = ", ".join([BF16, *own])
                 raise ValueError(
                     f"{text!r}: {key} is {value!r}; it may be {allowed}, the formats with -a16, -a8 or -a4 behind, "
                     f"and all of it {', '.join(PRESETS)} or {LLAMA_CPP_NAME}"
@@ -77,17 +81,17 @@ def parse(text: str) -> Choice:
         raise ValueError(f"{text!r}: the dense layers round their tokens alike, or not at all")
     choice = Choice(**named, tokens=next(iter(tokens.values()), BF16))
     for kind in tokens:
-        stored = WEIGHTS[named[kind]].stored
+        stored = (WEIGHTS | HEADS)[named[kind]].stored
         if choice.tokens not in TOKENS_BESIDE.get(stored, (BF16,)):
             raise ValueError(f"{text!r}: no kernel has tokens of {choice.tokens} beside weights of {named[kind]}")
     return choice
 
 
 def of_weights() -> list[Choice]:
-    """Every format in all three, in the LM head alone, and in QKV and O beside the presets' head; others in all
-    three."""
+    """Every format in all three, in the LM head alone, and in QKV and O beside heads of 8 bits and rescored ones;
+    others in all three."""
     mixed = [BF16, *SERVED]
-    heads = {BF16: mixed} | {name: [PRESETS["spark"]["lm_head"], name] for name in SERVED}
+    heads = {BF16: [*mixed, *HEADS]} | {name: ["mxint8", name, *HEADS] for name in SERVED}
     served = [Choice(body, body, head) for body in mixed for head in dict.fromkeys(heads[body])]
     return served + [Choice(name, name, name) for name in OURS if name not in SERVED]
 
@@ -101,7 +105,20 @@ def of_modes() -> list[Choice]:
 
 def stored(name: str) -> str:
     """The predictor's name of a format of weights."""
-    return name if name == BF16 else WEIGHTS[name].stored
+    return name if name == BF16 else (WEIGHTS | HEADS)[name].stored
+
+
+def fed_back() -> list[dict[str, str]]:
+    """Formats of the folders that the default table makes as ``sm12x-quantize`` does: a rescored head, alone and with
+    the preset spark's QKV and O."""
+    spark = PRESETS["spark"]
+    bodies = [(BF16, BF16), (spark["qkv"], spark["o"])]
+    return [{"qkv": qkv, "o": o, HEAD: RESCORED} for qkv, o in bodies]
+
+
+def of_drafts(choice: Choice) -> list[Choice]:
+    """A rescored head with fewer rows of each group, as a draft's could be, and the head itself."""
+    return [*(dataclasses.replace(choice, rescored=rows) for rows in DRAFT_ROWS), choice]
 
 
 def predicted(choice: Choice) -> Predicted:
@@ -119,13 +136,16 @@ def predicted(choice: Choice) -> Predicted:
 
 
 def bits(choice: Choice) -> float:
-    """Bits of a dense weight of gpt-oss-120b, on average over QKV, O and LM head, scales included."""
+    """Bits of a dense weight of gpt-oss-120b that a token reads, on average over QKV, O and LM head, scales
+    included."""
     size = MODELS[LAYER_MODEL]
     calls = {"QKV": size.layers, "O": size.layers, "LM head": 1}
     total = weights = 0
     for name, form in zip(MATRICES, (choice.qkv, choice.o, choice.lm_head), strict=True):
         n, k = size.matrices[name]
-        total += calls[name] * matrix_bytes(n, k, stored(form))
+        total += calls[name] * matrix_bytes(n, k, COARSE.get(form, stored(form)))
+        if form in HEADS:
+            total += 2 * k * GROUPS * choice.rescored
         weights += calls[name] * n * k
     return 8 * total / weights
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from timing import github
 from token_bench import picture
 from token_bench.predict import rates, span_and_middle
 
-from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.choice import GROUPS, Choice
 from flashinfer_sm12x.quantize.measure import Bootstrap, Estimate, Scores
 
 from .choices import LLAMA_CPP_NAME, bits, predicted, published
@@ -101,6 +102,30 @@ def table(results: Sequence[Result], name: str, marked: Sequence[Result] = ()) -
             ]
         )
     return github(body, headers)
+
+
+def masked_table(scores: Mapping[Choice, Scores], bootstrap: Bootstrap, name: str) -> str:
+    """One line a choice that was compared under masks: KL and first choice, without a mask and under each."""
+    rows = {choice: {"no mask": (each.kl, each.same), **each.masked} for choice, each in scores.items() if each.masked}
+    names = list(dict.fromkeys(mask for found in rows.values() for mask in found))
+    body = []
+    for choice, found in rows.items():
+        cells = ([interval(bootstrap.mean(kl)), f"{same.float().mean():.2%}"] for kl, same in found.values())
+        body.append([choice.weights, *itertools.chain(*cells)])
+    heads = (head for mask in names for head in (f"KL, {name}, {mask}", "same first choice"))
+    return github(body, ["QKV, O / LM head", *heads])
+
+
+def drafts_table(scores: Mapping[Choice, Scores], bootstrap: Bootstrap) -> str:
+    """One line a number of rows that a draft's head rescores: how often its first choice is the bf16 head's."""
+    rows: dict[str, dict[str, str]] = {}
+    for choice, each in scores.items():
+        column = f"same first choice{', by sm12x-quantize' if choice.folder else ', rounded'}"
+        same = bootstrap.mean(each.same)
+        cell = f"{same.value:.2%} [{same.low:.2%}, {same.high:.2%}]"
+        rows.setdefault(f"{choice.rescored} of each of {GROUPS}", {})[column] = cell
+    columns = list(dict.fromkeys(column for found in rows.values() for column in found))
+    return github([[name, *(found[column] for column in columns)] for name, found in rows.items()], ["rows", *columns])
 
 
 def draw(results: Sequence[Result], name: str, path: Path) -> Any:

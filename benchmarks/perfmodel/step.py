@@ -3,7 +3,8 @@
 
 Four kinds of parts:
 
-1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): times follow
+1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4, and the launch that rescores a head's largest
+   logits; its router and its decode attention): times follow
    from their counts on the virtual SM121, kept in ``gb10_kernels.csv``. Attention at a context or batch that is not
    kept there is predicted as in 3.
 2. Others' experts whose kernels :mod:`.peers` has counted on the same virtual SM121: predicted in the same way.
@@ -34,9 +35,12 @@ from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.fused_moe.sm12x_planner import plan_mode
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
+from flashinfer.gemm.sm12x_dense_rescored import rescores
 from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
 from flashinfer_sm12x.files import json_file, written_whole
+from flashinfer_sm12x.quantize.choice import GROUPS, RESCORED_ROWS
+from flashinfer_sm12x.quantize.manifest import COARSE, RESCORED
 
 from . import gb10
 from .devices import GB10, Device
@@ -56,15 +60,20 @@ TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
     "mxfp6": ("bf16", "mxfp8"),
     "nvfp4": ("bf16",),
     "mxfp4": ("bf16", "mxfp8", "mxfp4"),
+    RESCORED: ("bf16",),
 }
 """Formats to which a dense layer may round its tokens with a gain, by the format of its weight."""
+RESCORING = "rescoring"
+"""The part of a step, and the kind of a kept kernel, that computes a head's largest logits again."""
+RESCORING_US = FIXED_US["dense"]
+"""Assumed equal to a dense layer's: it is one launch with a start and a tail, too."""
 KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 
 PARTS = (
     "embedding", "norms", "QKV", "rope", "KV write", "attention, full", "attention, window", "O", "router", "top-k",
     "MoE",
-    "all-reduce", "LM head", "argmax",
+    "all-reduce", "LM head", "rescoring", "argmax",
 )  # fmt: skip
 """The parts, in the order in which a step runs them."""
 
@@ -140,6 +149,19 @@ class Step:
         """Rows of the LM head's output."""
         return self.tokens if self.verified else self.sequences
 
+    def head_format(self, model: Model) -> str:
+        """The format of the weight that computes all logits. A rescored head has a coarse one and, from some tokens on,
+        the fine one, in bf16."""
+        name = self.formats["LM head"]
+        if name not in COARSE:
+            return name
+        coarse: Any = COARSE[name]
+        return coarse if rescores(self.logits, model.matrices["LM head"][0], coarse) else "bf16"
+
+    def rescores(self, model: Model) -> bool:
+        """Whether the head's largest logits are computed again."""
+        return self.formats["LM head"] in COARSE and self.head_format(model) != "bf16"
+
     @property
     def prefill(self) -> bool:
         return self.new > 1 and not self.verified
@@ -196,7 +218,7 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 
     def dense(name: str, rows_of_tokens: int, bias: bool) -> float:
         n, k = model.matrices[name]
-        weights = matrix_bytes(n, k, step.formats[name])
+        weights = matrix_bytes(n, k, step.head_format(model) if name == "LM head" else step.formats[name])
         return weights + BF16 * (n if bias else 0) + BF16 * rows_of_tokens * (n + k)
 
     def attention(context: int) -> float:
@@ -233,8 +255,12 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
         "top-k": (layers, layers * tokens * (BF16 * model.experts + routing)),
         "MoE": (layers, layers * (touched * expert + tokens * (2 * row + routing))),
         "LM head": (1, dense("LM head", step.logits, bias=False)),
+        # The logits are read once more, and of each token its own row and those of the fine weight.
+        RESCORING: (1, step.logits * (BF16 * model.vocab + (1 + min(model.vocab, GROUPS * RESCORED_ROWS)) * row)),
         "argmax": (1, step.logits * (BF16 * model.vocab + 2 * INT32)),
     }
+    if not step.rescores(model):
+        del found[RESCORING]
     if step.fused_router:
         del found["top-k"]
     if step.fused_attention:
@@ -485,6 +511,14 @@ def kept_batch(tokens: int, batches: Sequence[int] = KEPT_BATCHES) -> int:
     return next((batch for batch in batches if tokens <= batch), tokens)
 
 
+def of_tokens(one: Kernel, tokens: int, fixed: tuple[float, float]) -> Kernel:
+    """A kernel of as many equal blocks a token as one that was counted for one token; ``fixed``: its own
+    microseconds."""
+    linear = {name: tokens * getattr(one, name) for name in ("megabytes", "dram", "issue", "mma", "shared")}
+    fast, slow = (end + tokens * (whole - end) for whole, end in zip((one.fast, one.slow), fixed, strict=True))
+    return dataclasses.replace(one, tokens=tokens, **linear, fast=fast, slow=slow)
+
+
 def sooner(ends: tuple[float, float], microseconds: float) -> tuple[float, float]:
     """Fast and slow, each so much less."""
     return ends[0] - microseconds, ends[1] - microseconds
@@ -504,9 +538,12 @@ def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
     if part == "QKV" and step.fused_norm:
         tokens = kept_batch(step.tokens, NORMED_BATCHES)
         return kept_kernel(NORMED, LAYER_MODEL, size.ranks, tokens, step.formats[part], "bf16")
-    if part in MATRICES and step.formats[part] != "bf16":
+    if part in MATRICES and (weights := step.head_format(size) if part == "LM head" else step.formats[part]) != "bf16":
         tokens = step.logits if part == "LM head" else step.tokens
-        return kept_kernel(part, LAYER_MODEL, size.ranks, kept_batch(tokens), step.formats[part], step.dense_tokens)
+        return kept_kernel(part, LAYER_MODEL, size.ranks, kept_batch(tokens), weights, step.dense_tokens)
+    if part == RESCORING:
+        one = kept_kernel(RESCORING, LAYER_MODEL, size.ranks, 1, "bf16", "bf16")
+        return of_tokens(one, step.logits, RESCORING_US)
     if part == "router" and step.fused_router:
         return kept_kernel("router", model, 1, kept_batch(step.tokens), "bf16", "bf16")
     if part.startswith("attention") and step.fused_attention:

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from .formats import BF16, Q8_0
+from .formats import BF16, HEADS, Q8_0
+
+GROUPS, RESCORED_ROWS = 48, 16
+"""Groups of an LM head's rows, and rows of each that are rescored, as ``flashinfer.gemm.dense_block_scaled_rescored``
+has them by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +28,20 @@ class Choice:
     folder: str = ""
     """A folder of ``sm12x-quantize``: QKV, O and LM head take their weights from it as far as it holds them, in its
     formats."""
+    rescored: int = RESCORED_ROWS
+    """Rows of each group that are rescored, of a head in one of ``formats.HEADS``."""
 
     @property
     def body(self) -> Choice:
         """The part of the choice on which hidden states depend."""
         if self.qkv == self.o == BF16:
-            return dataclasses.replace(self, lm_head=BF16, tokens=BF16, folder="")
-        return dataclasses.replace(self, lm_head=BF16)
+            return dataclasses.replace(self, lm_head=BF16, tokens=BF16, folder="", rescored=RESCORED_ROWS)
+        return dataclasses.replace(self, lm_head=BF16, rescored=RESCORED_ROWS)
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the head's largest logits are computed again from its original rows."""
+        return self.lm_head in HEADS
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -41,7 +52,8 @@ class Choice:
         """QKV, O and LM head in a cell of a table."""
         parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
         body = ", ".join(parts)
-        description = body if body == self.lm_head else f"{body} / {self.lm_head}"
+        head = self.lm_head if self.rescored == RESCORED_ROWS else f"{self.lm_head}, {self.rescored} of a group"
+        description = body if body == head else f"{body} / {head}"
         return f"{description}, by sm12x-quantize" if self.folder else description
 
     @property

@@ -16,6 +16,8 @@ import torch
 from flashinfer.quantization import mx_cpu
 from flashinfer.quantization.block_scaled import WeightFormat, dequantize_weight, quantize_weight
 
+from .manifest import COARSE
+
 CHUNK_ROWS = 2048
 """Rows that gguf rounds at once: the largest LM heads take gigabytes in float32."""
 
@@ -71,6 +73,9 @@ WEIGHTS: dict[str, Format] = {
 }
 """Formats of weights in addition to bf16, the reference. Scales follow the plugin's rule; ``-amax``: the largest
 magnitude's, as upstream's do."""
+HEADS: dict[str, Format] = {name: WEIGHTS[coarse]._replace(stored=name) for name, coarse in COARSE.items()}
+"""Formats of an LM head alone: what they hold of it gives all logits, of which the largest are computed again from the
+original rows (:func:`.measure.rescore`)."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """The formats that the plugin quantizes to."""
@@ -89,7 +94,7 @@ def has_gguf() -> bool:
 
 def round_weight(weight: torch.Tensor, name: str) -> torch.Tensor:
     """``[n, K]`` rounded to the format: float32, on the weight's device. The rounding itself always runs on the CPU."""
-    return WEIGHTS[name].rounded(weight.cpu()).to(weight.device)
+    return (WEIGHTS | HEADS)[name].rounded(weight.cpu()).to(weight.device)
 
 
 def round_tokens(tokens: torch.Tensor, name: str) -> torch.Tensor:

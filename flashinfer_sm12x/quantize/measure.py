@@ -2,7 +2,8 @@
 """The effect of quantization on the next token's distribution: KL divergences from the model's own, token by token.
 
 Hidden states of each choice are computed once. Layer by layer, QKV and O are quantized while their originals are kept.
-LM heads multiply the hidden states in chunks, so that the logits of all tokens never exist at once.
+LM heads multiply the hidden states in chunks, so that the logits of all tokens never exist at once. Masks leave some
+of the choices, as constrained decoding does.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
+from flashinfer.gemm.sm12x_dense_launch import ranks_of
+from flashinfer.gemm.sm12x_dense_rescored import TILE_ROWS, group_rows
 from flashinfer.sm12x_decode import to_cache
 
-from .choice import Choice
+from .choice import GROUPS, RESCORED_ROWS, Choice
 from .folder import Folder
 from .formats import BF16, round_tokens, round_weight
-from .manifest import HEAD
+from .manifest import COARSE, HEAD
 from .models import Subject
 
 _Key = TypeVar("_Key")
@@ -38,11 +41,24 @@ RESAMPLES, SEED = 1000, 0
 @dataclasses.dataclass
 class Scores:
     """Scores of each predicted token, float32 or bool ``[tokens]``: KL against the reference, its first choice kept,
-    and -log p."""
+    and -log p; KL and first choice also under each mask, by its name."""
 
     kl: torch.Tensor
     same: torch.Tensor
     nll: torch.Tensor
+    masked: dict[str, Compared] = dataclasses.field(default_factory=dict)
+
+
+class Compared(NamedTuple):
+    """Of each token: the KL of its distribution against the reference's, and whether the first choice is the same."""
+
+    kl: torch.Tensor
+    same: torch.Tensor
+
+
+Mask = Callable[[torch.Tensor, int], torch.Tensor]
+"""Of the reference's logits ``[tokens, vocabulary]`` and the first token's position in the text: int64 ``[tokens,
+left]``, the choices that are left. A distribution is then one of these."""
 
 
 def folder_weight(folder: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -146,18 +162,58 @@ def hidden_states(subject: Subject, windows: Sequence[Sequence[int]], choice: Ch
 
 class Case(NamedTuple):
     """A model's states before its LM head ``[tokens, hidden]``, and the head: its name, its weight made from the
-    float32 one of the reference, and to what it rounds its tokens. Heads of one name are made once."""
+    float32 one of the reference, to what it rounds its tokens, and how many rows of each group it rescores. Heads of
+    one name are made once."""
 
     states: torch.Tensor
     head: str
     weight: Callable[[torch.Tensor], torch.Tensor]
     tokens: str = BF16
+    rescored: int = 0
+
+
+def rescore(coarse: torch.Tensor, fine: torch.Tensor, groups: int = GROUPS, rows: int = RESCORED_ROWS) -> torch.Tensor:
+    """Coarse logits ``[tokens, n]``, the ``rows`` largest of each group replaced by the fine ones, as
+    ``flashinfer.gemm.dense_block_scaled_rescored`` does for a few tokens."""
+    tokens, n = coarse.shape
+    ranks = torch.full((tokens, groups * group_rows(n, groups)), torch.iinfo(torch.int64).min, device=coarse.device)
+    ranks[:, :n] = ranks_of(coarse)  # all different: the lower row of equal ones is the larger
+    tiles = ranks.view(tokens, -1, groups, TILE_ROWS)
+    by_group = tiles.transpose(1, 2).reshape(tokens, groups, -1)
+    least = by_group.topk(rows, dim=2).values[..., -1]
+    chosen = (tiles >= least[:, None, :, None]).view(tokens, -1)[:, :n]
+    return torch.where(chosen, fine, coarse)
+
+
+class Expected:
+    """The reference's logits ``[tokens, vocabulary]``, as a distribution of all choices, or of those ``[tokens, left]``
+    that are left."""
+
+    def __init__(self, logits: torch.Tensor, left: torch.Tensor | None = None) -> None:
+        self.left = left
+        self.logarithms = self.distribution(logits)
+        self.probabilities, self.first = self.logarithms.exp(), self.logarithms.argmax(-1)
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logarithms of the choices' probabilities."""
+        return (logits if self.left is None else logits.gather(-1, self.left)).log_softmax(-1)
+
+    def compare(self, got: torch.Tensor) -> Compared:
+        """With another distribution of the same choices."""
+        kl = (self.probabilities * (self.logarithms - got)).sum(-1)
+        return Compared(kl.cpu(), (got.argmax(-1) == self.first).cpu())
 
 
 def losses(
-    subject: Subject, windows: Sequence[Sequence[int]], reference: torch.Tensor, cases: Mapping[_Key, Case]
+    subject: Subject,
+    windows: Sequence[Sequence[int]],
+    reference: torch.Tensor,
+    cases: Mapping[_Key, Case],
+    masks: Mapping[str, Mask] | None = None,
+    masked: Sequence[_Key] = (),
 ) -> dict[_Key, Scores]:
-    """Each case against the model's own head behind the states ``reference``."""
+    """Each case against the model's own head behind the states ``reference``; the cases ``masked`` also under the
+    masks."""
     targets = torch.tensor([token for window in windows for token in window[1:]], device=subject.device)
     found: dict[_Key, list[Scores]] = {key: [] for key in cases}
     weight, bias = (None if each is None else each.data.float() for each in (subject.head.weight, subject.head.bias))
@@ -170,41 +226,63 @@ def losses(
             rounded = next(iter(of_head.values())).weight(weight)
             for at in range(0, len(targets), rows):
                 part = slice(at, at + rows)
-                expected = linear(reference[part].float(), weight, bias).log_softmax(-1)
-                probability, first = expected.exp(), expected.argmax(-1)
+                own = linear(reference[part].float(), weight, bias)
+                expected = Expected(own)
+                under = {name: Expected(own, mask(own, at)) for name, mask in (masks or {}).items()}
                 for key, case in of_head.items():
                     states = case.states[part]
                     if case.tokens != BF16:
                         states = round_tokens(states, case.tokens)
-                    got = linear(states.float(), rounded, bias).log_softmax(-1)
-                    nll = -got.gather(-1, targets[part, None]).squeeze(-1)
-                    same = got.argmax(-1) == first
-                    kl = (probability * (expected - got)).sum(-1)
-                    found[key].append(Scores(kl.cpu(), same.cpu(), nll.cpu()))
+                    got = linear(states.float(), rounded, bias)
+                    if case.rescored:
+                        fine = own if case.states is reference else linear(states.float(), weight, bias)
+                        got = rescore(got, fine, rows=case.rescored)
+                    whole = expected.distribution(got)
+                    nll = -whole.gather(-1, targets[part, None]).squeeze(-1)
+                    of_masks = {
+                        name: each.compare(each.distribution(got)) for name, each in under.items() if key in masked
+                    }
+                    found[key].append(Scores(*expected.compare(whole), nll.cpu(), of_masks))
                     progress.update(len(nll))
             del rounded
-    return {
-        key: Scores(*(torch.cat([getattr(part, field) for part in parts]) for field in ("kl", "same", "nll")))
-        for key, parts in found.items()
+    return {key: _joined(parts) for key, parts in found.items()}
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of tokens that follow each other."""
+    kl, same, nll = (torch.cat([getattr(part, field) for part in parts]) for field in ("kl", "same", "nll"))
+    under = {
+        name: Compared(*map(torch.cat, zip(*(part.masked[name] for part in parts), strict=True)))
+        for name in parts[0].masked
     }
+    return Scores(kl, same, nll, under)
 
 
-def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[Choice, Scores]:
-    """Compare each choice with the unquantized model on the same tokens."""
+def scores(
+    subject: Subject,
+    windows: Sequence[Sequence[int]],
+    choices: Sequence[Choice],
+    masks: Mapping[str, Mask] | None = None,
+    masked: Sequence[Choice] = (),
+) -> dict[Choice, Scores]:
+    """Compare each choice with the unquantized model on the same tokens; the choices ``masked`` also under the
+    masks."""
     reference = Choice()
     bodies = list(dict.fromkeys([reference, *(choice.body for choice in choices)]))
     hidden = {body: hidden_states(subject, windows, body) for body in tqdm(bodies, "QKV, O and tokens", unit="choice")}
 
     def case(choice: Choice) -> Case:
-        states = hidden[choice.body]
+        states, rows = hidden[choice.body], choice.rescored * choice.rescores
         if choice.lm_head == BF16:
             return Case(states, BF16, lambda weight: weight)
         if choice.folder:
             of_folder = lambda weight: folder_weight(choice.folder, {HEAD: weight}).to(weight)  # noqa: E731
-            return Case(states, choice.folder, of_folder, choice.tokens)
-        return Case(states, choice.lm_head, lambda weight: round_weight(weight, choice.lm_head), choice.tokens)
+            return Case(states, choice.folder, of_folder, choice.tokens, rows)
+        head = COARSE.get(choice.lm_head, choice.lm_head)
+        return Case(states, head, lambda weight: round_weight(weight, head), choice.tokens, rows)
 
-    return losses(subject, windows, hidden[reference], {choice: case(choice) for choice in choices})
+    cases = {choice: case(choice) for choice in choices}
+    return losses(subject, windows, hidden[reference], cases, masks, masked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from .endings import ModelError
 from .files import FolderError
 from .folder import Folder, join, to_tensors, weight_hash
 from .formats import BF16, round_weight
-from .manifest import HEAD, MANIFEST, UNFINISHED, Manifest, Module
+from .manifest import HEAD, MANIFEST, UNFINISHED, Manifest, Module, stored
 from .models import OUTPUT, Subject
 
 ROUNDED, QUANTIZED = "rounded to nearest", "with error feedback"
@@ -202,7 +202,7 @@ class Run:
 
     def quantize(self, layers: Layers, inputs: torch.Tensor) -> Quantized:
         """Layers that are given the rows ``inputs``."""
-        form: Any = self.manifest.formats[layers.kind]
+        form: Any = stored(self.manifest.formats[layers.kind])
         try:
             weight = quantize_with_feedback(layers.weight, gram(inputs), form)
         except ValueError as error:
@@ -224,7 +224,7 @@ class Run:
 
         tensors: dict[str, torch.Tensor] = {}
         for each in found:
-            layers, form = each.layers, self.manifest.formats[each.layers.kind]
+            layers, form = each.layers, stored(self.manifest.formats[each.layers.kind])
             parts = zip(each.weight.values.split(layers.sizes), each.weight.scales.split(layers.sizes), strict=True)
             for (name, layer), (values, scales) in zip(layers.parts.items(), parts, strict=True):
                 tensors |= to_tensors(name, form, BlockScaledWeight(values, scales, each.weight.global_scale))
@@ -271,6 +271,7 @@ def with_losses(run: Run, windows: list[list[int]]) -> dict[str, measure.Scores]
     are then."""
     subject, formats = run.subject, run.manifest.formats
     rounded = Choice(**formats)
+    rows = rounded.rescored * rounded.rescores
     before = {choice: measure.hidden_states(subject, windows, choice) for choice in (Choice(), rounded.body)}
     run.fill()
     states = measure.hidden_states(subject, windows, Choice())
@@ -279,9 +280,9 @@ def with_losses(run: Run, windows: list[list[int]]) -> dict[str, measure.Scores]
         if HEAD not in formats:
             return measure.Case(hidden, BF16, lambda weight: weight)
         if name == ROUNDED:
-            return measure.Case(hidden, name, lambda weight: round_weight(weight, formats[HEAD]))
+            return measure.Case(hidden, name, lambda weight: round_weight(weight, formats[HEAD]), rescored=rows)
         folder = Folder(run.folder, run.manifest)
-        return measure.Case(hidden, name, lambda weight: folder.dequantized([HEAD]).to(weight))
+        return measure.Case(hidden, name, lambda weight: folder.dequantized([HEAD]).to(weight), rescored=rows)
 
     cases = {ROUNDED: case(ROUNDED, before[rounded.body]), QUANTIZED: case(QUANTIZED, states)}
     return measure.losses(subject, windows, before[Choice()], cases)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import re
@@ -19,7 +20,7 @@ from unittest import mock
 import bench_accuracy
 import pytest
 import torch
-from accuracy_bench import choices, experts, results
+from accuracy_bench import choices, experts, masks, results
 from accuracy_bench.choices import LLAMA_CPP, parse
 from flashinfer.tllm_enums import SfLayout
 from perfmodel.gb10 import LAUNCH_SAVED_US
@@ -29,9 +30,11 @@ from torch.nn.functional import linear
 from toy_llama import VOCABULARY, llama, some_windows
 
 from flashinfer import mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
-from flashinfer.quantization.block_scaled import quantize_weight
+from flashinfer.gemm import dense_block_scaled, dense_block_scaled_rescored
+from flashinfer.gemm.sm12x_dense_rescored import rescores
+from flashinfer.quantization.block_scaled import dequantize_weight, quantize_weight
 from flashinfer_sm12x.quantize import formats, measure, models, texts
-from flashinfer_sm12x.quantize.choice import Choice
+from flashinfer_sm12x.quantize.choice import GROUPS, RESCORED_ROWS, Choice
 from flashinfer_sm12x.quantize.measure import Bootstrap, Estimate, hidden_states, scores
 
 REPO = Path(__file__).parents[2]
@@ -201,6 +204,136 @@ def test_queries_keys_and_values_are_quantized_as_one_matrix(monkeypatch: pytest
     assert shapes == [((96 + 2 * 32, 96), "mxfp8"), ((96, 96), "mxfp4")] * 2
 
 
+# ------------------------------------------------------------------------------------------------------- rescored heads
+
+
+@pytest.mark.parametrize(
+    ("n", "groups", "rows"), [(2311, 48, 16), (2311, 5, 3), (300, 7, 1), (330, 1, 15), (300, 48, 16)]
+)
+def test_a_rescored_heads_logits_are_the_operators(n: int, groups: int, rows: int) -> None:
+    """Ties among the coarse logits included: every row stands there twice, with other fine rows. Of 300 rows 768 would
+    be rescored, so that the fine weight gives all logits."""
+    print("seed", 8)
+    generator = torch.Generator().manual_seed(8)
+    x, fine = (torch.randn(*size, generator=generator).bfloat16() for size in ((2, 96), (n, 96)))
+    half = (n + 1) // 2
+    coarse = quantize_weight(fine[:half].repeat(2, 1)[:n], "nvfp4")
+    named: Any = {"weight_format": "nvfp4", "alpha": coarse.global_scale, "out_dtype": torch.float32}
+    logits = dense_block_scaled(x, coarse.values, coarse.scales, **named)
+    wanted: Any = {"groups": groups, "rescored": rows}
+    assert rescores(2, n, "nvfp4", **wanted) == ((n, groups) != (300, 48))
+    expected = dense_block_scaled_rescored(x, coarse.values, coarse.scales, fine, **named, **wanted)
+    found = measure.rescore(logits, linear(x.float(), fine.float()), groups, rows)
+    torch.testing.assert_close(found, expected)
+    changed = (found != logits).sum(1)
+    assert (changed <= min(n, groups * rows)).all()
+    assert (changed > min(n, groups * rows) // 3).all()
+
+
+def test_as_many_rows_are_rescored_as_the_operator_rescores() -> None:
+    parameters = inspect.signature(dense_block_scaled_rescored).parameters
+    assert (parameters["groups"].default, parameters["rescored"].default) == (GROUPS, RESCORED_ROWS)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_losses_of_a_rescored_head_are_those_of_its_logits_in_float64(rows: int) -> None:
+    """Of 160 rows each tile of 16 is a group, whose largest are the exact ones."""
+    subject, windows = llama(), some_windows()
+    choice = dataclasses.replace(parse("qkv=mxfp8,lm_head=nvfp4_rescored"), rescored=rows)
+    plain = parse("qkv=mxfp8,lm_head=nvfp4")
+    found = scores(subject, windows, [choice, plain])
+    exact, states = (hidden_states(subject, windows, each).double() for each in (Choice(), choice))
+    head = subject.head.weight.data.double()
+    coarse = dequantize_weight(quantize_weight(head.float(), "nvfp4"), "nvfp4", 96).double()
+    fine, got = linear(states, head), linear(states, coarse)
+    for tiles, all_fine in zip(got.view(-1, 10, 16), fine.view(-1, 10, 16), strict=True):
+        for tile, of_tile in zip(tiles, all_fine, strict=True):
+            largest = tile.topk(rows).indices
+            tile[largest] = of_tile[largest]
+    p, q = linear(exact, head).log_softmax(-1), got.log_softmax(-1)
+    torch.testing.assert_close(found[choice].kl.double(), (p.exp() * (p - q)).sum(-1), rtol=1e-2, atol=2e-5)
+    assert torch.equal(found[choice].same, p.argmax(-1) == q.argmax(-1))
+    assert 0 < found[choice].kl.mean() < found[plain].kl.mean()
+
+
+def test_a_head_that_is_rescored_whole_loses_nothing() -> None:
+    choice = parse("lm_head=nvfp4_rescored")
+    found = scores(llama(), some_windows(), [choice])[choice]
+    assert found.kl.abs().max() < 1e-6
+    assert found.same.all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+
+def test_under_a_mask_the_distribution_is_that_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "CHUNK_LOGITS", 7 * VOCABULARY)
+    subject, windows, choice, other = llama(), some_windows(), parse("lm_head=nvfp4"), parse("lm_head=mxfp4")
+    kept = [3, 40, 41, 100]
+    monkeypatch.setattr(masks, "LIKELIEST", 1)
+    given = {"some left": masks.grammar(kept), "likeliest removed": masks.unlikely}
+    found = scores(subject, windows, [choice, other], given, [choice])
+    assert not found[other].masked
+    exact = hidden_states(subject, windows, Choice()).double()
+    weight = dequantize_weight(quantize_weight(subject.head.weight.data, "nvfp4"), "nvfp4", 96)
+    expected, got = linear(exact, subject.head.weight.data.double()), linear(exact, weight.double())
+    left = {"some left": torch.zeros(expected.shape, dtype=torch.bool).index_fill(1, torch.tensor(kept), True)}
+    left["likeliest removed"] = expected < expected.amax(1)[:, None]
+    for name, allowed in left.items():
+        under = found[choice].masked[name]
+        for token, (own, ours) in enumerate(zip(expected, got, strict=True)):
+            p, q = (each[allowed[token]].log_softmax(0) for each in (own, ours))
+            assert float(under.kl[token]) == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-2, abs=2e-5)
+            assert bool(under.same[token]) == (p.argmax() == q.argmax())
+    assert found[choice].masked["some left"].kl.mean() > 1e-3
+    whole = scores(subject, windows, [choice])[choice]
+    torch.testing.assert_close(found[choice].kl, whole.kl, rtol=1e-3, atol=1e-5)
+
+
+def test_the_masks_leave_what_their_names_tell() -> None:
+    vocabulary = {"7": 3, '"': 4, " 12": 5, "x": 6, "'": 7}
+
+    def encode(text: str) -> list[int]:
+        return [vocabulary[text]] if text in vocabulary else [1, 2]
+
+    made = masks.masks(encode)
+    assert list(made) == ["4 tokens of digits and quotes left", "100 random tokens left", "the 1,000 likeliest removed"]
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0))
+    grammar, random, unlikely = (mask(logits, 10) for mask in made.values())
+    assert grammar.tolist() == [[3, 4, 5, 7]] * 6
+    assert [len(set(row.tolist())) for row in random] == [100] * 6
+    assert set(random[0].tolist()) != set(random[1].tolist()), "others at each position"
+    assert torch.equal(masks.random_tokens(logits[2:], 12), random[2:]), "whatever the chunks are"
+    assert torch.equal(unlikely.sort().values, logits.argsort(descending=True)[:, 1000:].sort().values)
+
+
+def test_the_default_table_has_heads_quantized_once_masks_and_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a toy, and with few other rows."""
+    monkeypatch.setattr(models, "load", lambda *_: llama(vocab_size=1600))
+    few = [parse(text) for text in ("bf16", "lm_head=nvfp4", "lm_head=nvfp4_rescored", "spark", "kv=fp8")]
+    monkeypatch.setattr(choices, "default", lambda: list(few))
+    monkeypatch.setattr(experts, "table", lambda: "")
+    text = tmp_path / "text.txt"
+    text.write_text("Something to read, and some more of it. " * 9)
+    assert bench_accuracy.main(["--text", str(text), "--window", "40", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    main, modes, under, drafts = (cells(part) for part in capsys.readouterr().out.split("\n\n") if "|---" in part)
+    found = {row[0].strip("*"): row for row in main[1:]}
+    once = ", by sm12x-quantize"
+    assert {*found} == {
+        *("bf16", "bf16 / nvfp4", "bf16 / nvfp4_rescored", f"bf16 / nvfp4_rescored{once}"),
+        *(str(parse("spark")), f"mxfp6 / nvfp4_rescored{once}"),
+    }
+    assert [row[1] for row in modes[1:]] == ["KV e4m3"]
+    assert [row[0] for row in under[1:]] == [name for name in found if name.startswith("bf16")] or len(under) == 5
+    assert len(under[0]) == 1 + 2 * (1 + len(masks.masks(llama().encode)))
+    assert [row[0] for row in drafts[1:]] == [f"{rows} of each of 48" for rows in (1, 2, 4, 8, 16)]
+    kl = {name: float(row[3].split()[0]) for name, row in found.items()}
+    assert kl["bf16 / nvfp4_rescored"] < kl["bf16 / nvfp4"]
+    assert found["bf16 / nvfp4_rescored"][8] == found[f"bf16 / nvfp4_rescored{once}"][8], "at the same speed"
+
+
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
@@ -213,6 +346,7 @@ def test_queries_keys_and_values_are_quantized_as_one_matrix(monkeypatch: pytest
         ("spark-mxfp4", Choice("mxfp4", "mxfp4", "mxfp4")),
         ("spark-mxfp4, lm_head=mxfp8", Choice("mxfp4", "mxfp4", "mxfp8")),
         ("nvfp4, lm_head=mxint8", Choice("nvfp4", "nvfp4", "mxint8")),
+        ("spark, lm_head=nvfp4_rescored", Choice("mxfp6", "mxfp6", "nvfp4_rescored")),
         ("mxfp4-amax", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax")),
         ("mxfp4-amax-a4", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax", "mxfp4")),
         ("qkv=mxfp8-a8,moe=mxfp4-a8,kv=fp8", Choice("mxfp8", tokens="mxfp8", experts="mxfp8", kv="fp8")),
@@ -228,6 +362,11 @@ def test_choices_are_in_the_words_of_the_plugin(text: str, choice: Choice) -> No
     [
         ("mxfp5", "qkv is 'mxfp5'; it may be bf16, mxint8, mxfp8, mxfp6, nvfp4, mxfp4, mxfp4-amax"),
         ("q8_0", "qkv is 'q8_0'; it may be"),
+        (
+            "qkv=nvfp4_rescored",
+            "qkv is 'nvfp4_rescored'; it may be bf16, mxint8, mxfp8, mxfp6, nvfp4, mxfp4, mxfp4-amax,",
+        ),
+        ("lm_head=nvfp4_rescored-a8", "no kernel has tokens of mxfp8 beside weights of nvfp4_rescored"),
         ("qkv=", "qkv is ''"),
         ("head=mxfp4", "head=mxfp4 is not known; what may be chosen is qkv, o and lm_head"),
         ("moe=vllm", "moe=vllm is not known"),
@@ -272,6 +411,14 @@ def test_bytes_and_speed_are_the_predictors() -> None:
     assert choices.bits(parse("mxfp8")) == pytest.approx(8.25, abs=0.01)
     assert choices.bits(parse("mxfp4")) == pytest.approx(4.25, abs=0.01)
     assert choices.bits(parse("nvfp4")) == pytest.approx(4.5, abs=0.01)
+    rescored = choices.predicted(parse("lm_head=nvfp4_rescored"))
+    coarse = choices.predicted(parse("lm_head=nvfp4"))
+    # A token reads 768 fine rows, its own row and its logits again.
+    assert rescored.bytes - coarse.bytes == 2 * (768 * 2880 + 2880 + 201_088)
+    assert coarse.fast < rescored.fast < choices.predicted(parse("lm_head=mxfp6")).fast
+    weights, fine_bits = 36 * 2880 * (5120 + 4096), 768 * 2880 * 16
+    more = choices.bits(parse("lm_head=nvfp4_rescored")) - choices.bits(parse("lm_head=nvfp4"))
+    assert more == pytest.approx(fine_bits / (weights + 201_088 * 2880))
     assert choices.bits(parse("mxfp6")) == pytest.approx(6.25, abs=0.01)
     assert choices.bits(parse("mxint8")) == choices.bits(parse("mxfp8"))
     assert choices.bits(LLAMA_CPP) == 8.5

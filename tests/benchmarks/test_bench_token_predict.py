@@ -83,10 +83,52 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL, *NORMED_BATCHES}
 
 
+RESCORED = {**formats_of("mxfp6"), "LM head": "nvfp4_rescored"}
+
+
+def test_a_rescored_head_reads_coarse_rows_and_768_fine_ones_a_token_until_the_fine_head_is_cheaper() -> None:
+    coarse, fine = (matrix_bytes(201_088, 2880, weights) for weights in ("nvfp4", "bf16"))
+    own = 2 * (2880 + 201_088)  # a token's row and its logits
+    for streams in (1, 8, 64, 188):
+        found = bytes_of(Step(streams, 1024, formats=RESCORED))
+        assert found["LM head"] == coarse + streams * own
+        assert found["rescoring"] == streams * (768 * 2880 * 2 + own)
+    found = bytes_of(Step(189, 1024, formats=RESCORED))
+    assert found["LM head"] == fine + 189 * own
+    assert "rescoring" not in found
+    window = bytes_of(Step(1, 1024, 3, formats=RESCORED, verified=True))
+    assert window["rescoring"] == 3 * (768 * 2880 * 2 + own), "of all tokens of a window that verifies a draft"
+    assert bytes_of(Step(1, 512, 512, formats=RESCORED))["rescoring"] == 768 * 2880 * 2 + own, "of a prompt's last one"
+    assert "rescoring" not in bytes_of(step_of("nvfp4"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rescoring_takes_the_time_of_its_counts_for_each_token(ranks: int) -> None:
+    one, four = (rows_of(model.predict(MODEL, Step(n, 1024, formats=RESCORED), ranks))["rescoring"] for n in (1, 4))
+    line = kept_kernel("rescoring", MODEL, ranks, 1, "bf16", "bf16")
+    assert (one.by, one.calls, one.fast, one.slow) == ("fork, virtual SM121", 1, line.fast, line.slow)
+    assert 1e6 * line.megabytes == pytest.approx(one.bytes, rel=1e-3), "what was counted is what must be read"
+    for end, fixed in zip(("fast", "slow"), FIXED_US["dense"], strict=True):
+        assert getattr(four, end) - fixed == pytest.approx(4 * (getattr(one, end) - fixed))
+    coarse = rows_of(model.predict(MODEL, Step(1, 1024, formats={**RESCORED, "LM head": "nvfp4"}), ranks))["LM head"]
+    head = rows_of(model.predict(MODEL, Step(1, 1024, formats=RESCORED), ranks))["LM head"]
+    assert (head.bytes, head.fast, head.slow) == (coarse.bytes, coarse.fast, coarse.slow)
+
+
+def test_a_rescored_head_is_faster_than_one_of_8_bits() -> None:
+    fused = {"fused_router": True, "fused_attention": True}
+    rescored = model.predict(MODEL, Step(1, 1024, formats=RESCORED, **fused))
+    int8 = model.predict(MODEL, Step(1, 1024, formats={**RESCORED, "LM head": "mxint8"}, **fused))
+    assert rescored.middle_rate >= 1.07 * int8.middle_rate
+    assert rescored.bytes == pytest.approx(3.06e9, rel=0.002)
+
+
 def test_ranges_are_in_order_and_add_up() -> None:
     contexts = [
-        model.predict(MODEL, Step(1, context, kv=kv, formats=formats_of(weights)), ranks)
-        for context, kv, weights, ranks in itertools.product(CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
+        model.predict(MODEL, Step(1, context, kv=kv, formats=formats), ranks)
+        for context, kv, formats, ranks in itertools.product(
+            CONTEXTS, KV_BYTES, (*map(formats_of, DENSE_FORMATS), RESCORED), (1, 2)
+        )
     ]
     for step in contexts + [each for routing, each in predict.batches(MODEL) if routing == "uniform"]:
         parts = {part.name: part for part in parts_of(step.size, step.step)}
@@ -457,7 +499,7 @@ def test_performances_tables_of_a_token_are_todays() -> None:
 def test_other_pages_ranges_are_todays(page: str) -> None:
     """Each range of tokens/s beside a preset or a format is one of today's."""
     ends = set()
-    for layers, head in itertools.product((*DENSE_FORMATS, "q8_0"), repeat=2):
+    for layers, head in itertools.product((*DENSE_FORMATS, "q8_0"), (*DENSE_FORMATS, "q8_0", RESCORED["LM head"])):
         formats = {"QKV": layers, "O": layers, "LM head": head}
         for (context, kv), tokens in itertools.product(
             ((1024, "bf16"), (1024, "fp8"), (32_768, "fp8")), ("bf16", "mxfp8", "mxfp4")

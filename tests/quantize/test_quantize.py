@@ -283,6 +283,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda path: changed_manifest(path, lambda message: message.pop("files")), r"is no manifest"),
         (lambda path: changed_manifest(path, lambda message: message["formats"].update(qkv="int3")), r"is no manifest"),
         (
+            lambda path: changed_manifest(path, lambda message: message["formats"].update(qkv="nvfp4_rescored")),
+            r"is no manifest",
+        ),
+        (
             lambda path: changed_manifest(path, lambda message: message["formats"].update(moe="mxfp4")),
             r"is no manifest",
         ),
@@ -341,13 +345,56 @@ def test_tensors_are_compressed_tensors_names_and_types(tmp_path: Path, form: st
         }
 
 
-def test_losses_are_those_of_the_instrument(tmp_path: Path) -> None:
+def test_a_rescored_head_is_stored_as_a_coarse_one_is(tmp_path: Path) -> None:
+    """The same file, byte for byte; the manifest alone tells that it is rescored."""
+    coarse, rescored = ({"qkv": "bf16", "o": "bf16", "lm_head": name} for name in ("nvfp4", "nvfp4_rescored"))
+    quantized(tmp_path / "coarse", coarse)
+    quantized(tmp_path / "rescored", rescored)
+    assert bytes_of(tmp_path / "rescored") == bytes_of(tmp_path / "coarse")
+    found = Folder(tmp_path / "rescored")
+    assert found.formats == {"lm_head": "nvfp4_rescored"}
+    assert found.manifest.formats_summary == "lm_head nvfp4_rescored"
+    weights, expected = (Folder(tmp_path / name).weights(["lm_head"])[0] for name in ("rescored", "coarse"))
+    assert torch.equal(weights.values, expected.values)
+    assert torch.equal(weights.scales, expected.scales)
+    assert weights.global_scale == expected.global_scale
+    assert torch.equal(found.dequantized(["lm_head"]), Folder(tmp_path / "coarse").dequantized(["lm_head"]))
+    found.require_source("lm_head", llama().model.lm_head.weight)  # the fine rows are the checkpoint's own
+    with pytest.raises(FolderError, match=r"was made of another lm_head than this checkpoint's"):
+        found.require_source("lm_head", llama().model.lm_head.weight * 2)
+    (tmp_path / "rescored" / MANIFEST).rename(tmp_path / "rescored" / manifest.UNFINISHED)
+    with pytest.raises(FolderError, match=r"was begun by another run \(formats was lm_head nvfp4_rescored, is lm_head"):
+        Run(llama(), tmp_path / "rescored", coarse, some_windows())
+
+
+def test_a_rescored_head_that_was_interrupted_is_read_again(tmp_path: Path) -> None:
+    formats = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "nvfp4_rescored"}
+    for _ in range(2):
+        made = Run(llama(), tmp_path / "f", formats, some_windows())
+        made.fill()
+    assert made.done == 3
+    made.finish({})
+    assert Folder(tmp_path / "f").dequantized(["lm_head"]).shape == (160, 96)
+
+
+@pytest.mark.parametrize(
+    "formats", [MIXED, {"qkv": "bf16", "o": "mxfp6", "lm_head": "nvfp4_rescored"}], ids=["mixed", "rescored"]
+)
+def test_losses_are_those_of_the_instrument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formats: dict[str, str]
+) -> None:
     """The losses of rounded weights, and of the folder, are those that the benchmark measures of a fresh model."""
+    few = measure.rescore  # of 160 rows all would be rescored
+    monkeypatch.setattr(measure, "rescore", lambda coarse, fine, rows: few(coarse, fine, groups=4, rows=rows // 8))
     windows = some_windows(9, (40, 40))
-    made = Run(llama(), tmp_path / "f", MIXED, some_windows())
+    made = Run(llama(), tmp_path / "f", formats, some_windows())
     found = run.with_losses(made, windows)
     made.finish({})
-    rounded, of_folder = Choice(**MIXED), Choice(**MIXED, folder=str(tmp_path / "f"))
+    rounded, of_folder = Choice(**formats), Choice(**formats, folder=str(tmp_path / "f"))
+    coarse = Choice(**{**formats, "lm_head": "nvfp4"})
+    if formats["lm_head"] == "nvfp4_rescored":
+        plain = measure.scores(llama(), windows, [coarse])[coarse]
+        assert found[ROUNDED].kl.mean() < 0.75 * plain.kl.mean()
     expected = measure.scores(llama(), windows, [rounded, of_folder])
     for name, choice in ((ROUNDED, rounded), (QUANTIZED, of_folder)):
         torch.testing.assert_close(found[name].kl, expected[choice].kl, rtol=1e-3, atol=1e-6)
@@ -399,6 +446,13 @@ def test_the_folder_of_a_gpt_oss_is_served_with_readmes_words(tmp_path: Path, to
     assert "vllm serve openai/gpt-oss-120b --host 127.0.0.1 --gpu-memory-utilization 0.7 --additional-config" in readme
 
 
+def test_by_default_the_head_is_rescored(tmp_path: Path, toy: models.Subject) -> None:
+    status, output = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu")
+    assert status == 0, output
+    assert "qkv mxfp6, o mxfp6, lm_head nvfp4_rescored; 0.00 GB, " in output
+    assert Folder(tmp_path / "f").formats == {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "nvfp4_rescored"}
+
+
 def test_by_default_four_tokens_are_read_for_each_input(tmp_path: Path, toy: models.Subject) -> None:
     status, output = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 0, output
@@ -417,6 +471,8 @@ def test_the_texts_to_look_at_suffice_for_gpt_oss_and_share_nothing_with_those_f
     ("arguments", "words"),
     [
         (["--qkv", "int4"], "'int4' is not one of 'bf16', 'mxfp4', 'nvfp4', 'mxfp6', 'mxfp8', 'mxint8'"),
+        (["--o", "nvfp4_rescored"], "'nvfp4_rescored' is not one of 'bf16', 'mxfp4'"),
+        (["--lm-head", "int4"], "'mxint8', 'nvfp4_rescored'"),
         (["--qkv", "bf16", "--o", "bf16", "--lm-head", "bf16"], "are all bf16: nothing is to be quantized"),
         (["--tokens", "3"], "3 is not in the range 16<=x<=65536"),
         (["--text", "/nowhere"], "File '/nowhere' does not exist"),
@@ -475,6 +531,9 @@ def test_a_model_of_the_hub_is_called_by_its_name(tmp_path: Path, monkeypatch: p
 
 def test_the_formats_are_the_operators() -> None:
     assert sorted(manifest.FORMATS) == sorted(WEIGHT_FORMATS)
+    assert sorted(manifest.FORMATS_OF["lm_head"]) == sorted([*WEIGHT_FORMATS, "nvfp4_rescored"])
+    assert manifest.FORMATS_OF["qkv"] == manifest.FORMATS_OF["o"] == manifest.FORMATS
+    assert set(map(manifest.stored, manifest.FORMATS_OF["lm_head"])) == set(WEIGHT_FORMATS)
 
 
 def test_smollm2s_losses(tmp_path: Path) -> None:
