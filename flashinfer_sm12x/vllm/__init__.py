@@ -59,7 +59,7 @@ def register() -> None:
                 outcome = f"{name}=0 switches it off"
                 log.warning("flashinfer-sm12x: %s", outcome)  # vLLM may not have set its log's level yet
                 return
-        from . import devices, fallback, settings
+        from . import devices, settings
 
         if aside := versions.upstream_alone():
             outcome = f"it steps aside: {aside}"
@@ -69,7 +69,7 @@ def register() -> None:
         if not devices.served():
             outcome = "no GPU here is served"
             return
-        from . import api_checks
+        from . import api_checks, fallback
 
         if reason := api_checks.why_not("config"):
             outcome = f"vLLM's code moved: {reason}"
