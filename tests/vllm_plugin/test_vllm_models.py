@@ -114,14 +114,14 @@ def test_a_model_of_the_forks_experts_agrees_with_transformers(checkpoint_folder
 
 
 @pytest.fixture
-def few_exact_tokens(monkeypatch):
+def few_w4a16_tokens(monkeypatch):
     """The planner of a GPU on which W4A16 is as fast as W4A8 for very few tokens: 29 are in W4A8."""
     from flashinfer.sm12x.device_class import GB10
 
-    monkeypatch.setitem(vars(GB10), "exact", 1.7)
+    monkeypatch.setitem(vars(GB10), "w4a16_rows", 1.7)
 
 
-@pytest.mark.usefixtures("few_exact_tokens")
+@pytest.mark.usefixtures("few_w4a16_tokens")
 def test_experts_are_in_the_mode_of_a_steps_tokens(checkpoint_folder, log):
     check(logits(checkpoint_folder, {}), checkpoint_folder, "a8")
     assert table(log)["moe"][1] == "mxfp4-a16 up to 2 tokens a step, mxfp4-a8 beyond"

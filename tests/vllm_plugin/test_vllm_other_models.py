@@ -121,7 +121,7 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
 ):
     from flashinfer.sm12x.device_class import GB10
 
-    monkeypatch.setitem(vars(GB10), "exact", 16.0)
+    monkeypatch.setitem(vars(GB10), "w4a16_rows", 16.0)
     config = serve(checkpoint_folder, {"moe": moe}, "--moe-backend", backend)
     weights = expert_weights(5)
     print("seed", 6)
