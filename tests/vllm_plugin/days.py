@@ -16,21 +16,23 @@ LONG: tuple[str, ...] = tuple(
         # Files whose tests share a server, and tests that start processes of vLLM's: each import of it takes ten
         # seconds.
         "test_vllm_answers.py",
+        "test_vllm_decode.py::test_two_ranks_decode_as_one",
         "test_vllm_sglang.py",
+        "test_vllm_folder.py::test_a_rank_has_its_part_of_the_folder",
+        f"{MOVED}[all]",
+        "test_vllm_folder.py::test_two_ranks_agree_with_transformers",
         "test_vllm_chat.py",
         "test_vllm_virtual.py::test_a_decode_step_is_the_executors_on_the_virtual_sm121",
         "test_vllm_scripts.py::test_compare_vllm_prints_what_vllms_benchmark_measured",
         "test_vllm_virtual.py::test_a_decode_step_of_the_experts_runs_the_compiled_kernels",
         "test_vllm_virtual.py::test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121",
         *(f"{RANKS}[{kind}]" for kind in ("tensor parallel", "expert parallel", "dense layers quantized")),
-        "test_vllm_decode.py::test_two_ranks_decode_as_one",
-        "test_vllm_folder.py::test_two_ranks_agree_with_transformers",
         "test_vllm_replacements.py",
         "test_vllm_processes.py::test_a_start_comes_as_far_as_it_can_without_a_gpu",
         "test_vllm_models.py::test_each_dense_choice_agrees_with_transformers_on_quantized_weights",
         "test_vllm_models.py::test_a_model_of_the_forks_experts_agrees_with_transformers",
         "test_vllm_left.py::test_a_model_is_built_loaded_and_answers_without_what_fails",
-        *(f"{MOVED}[{part}]" for part in ("all", "attention", "decode steps", "decode steps, a private call")),
+        *(f"{MOVED}[{part}]" for part in ("attention", "decode steps", "decode steps, a private call")),
         *(f"{MOVED}[{part}]" for part in ("dense layers", "experts", "head")),
         *(
             f"{ELSEWHERE}[{place}]"
