@@ -156,11 +156,8 @@ def test_a_rescoring_after_another(device: VirtualDevice) -> None:
             module.sm12x_dense_run(*layer, BF16, DENSE["dense_mxfp4_m8_w2"], None, True, True)
             module.sm12x_rescore_run(out, head.x, *head.fine, None, 6, 16, None, None, 0, None, True)
 
-    device.call(
-        launch,
-        *(tensor for head in heads for tensor in (head.x, *head.coarse, head.named["alpha"], head.fine[0])),
-        writes=outs,
-    )
+    reads = [tensor for head in heads for tensor in (head.x, *head.coarse, head.named["alpha"], head.fine[0])]
+    device.call(launch, *reads, *outs, writes=outs)
     assert launched(device) == ["dense_layer_kernel", "rescore_kernel"] * 2
     assert all(each.programmatic for each in device.launches[1:])
     for head, out in zip(heads, outs, strict=True):
