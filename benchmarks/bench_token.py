@@ -408,7 +408,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.dense is None:
         beside = TOKENS_BESIDE.items()
         arguments.dense = [
-            name for name, tokens in beside if name == "bf16" or set(tokens) & set(arguments.dense_tokens)
+            name
+            for name, tokens in beside
+            if name == "bf16" or (name in DENSE_FORMATS and set(tokens) & set(arguments.dense_tokens))
         ]
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
     allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)

@@ -276,10 +276,7 @@ class RescoredLayer:
         # runs.
         self._checks = not is_traced(operands)
         if self._checks:
-            require_rank("weight", weight, 2)
-            require_computing_device("weight", weight)
-            no_tokens = torch.empty((0, LAYOUTS[weight_format].k(weight.shape[1])), dtype=torch.bfloat16)
-            self._require(self._call(no_tokens.to(weight.device)))
+            self._require_weights()
 
     def _call(
         self,
@@ -292,19 +289,24 @@ class RescoredLayer:
         named = None if tactic is None else str(tactic)
         return RescoredCall(out, x, *self._operands, *self._options, enable_pdl, named, **of_top_k)
 
-    def _require(self, call: RescoredCall) -> RescoredCall:
-        """Check all of a call, and remember the weights as they are."""
-        require_served("RescoredLayer", call.weight.device)
-        checked = require_rescored(call)
+    def _require_weights(self) -> None:
+        """Check what is the layer's, and remember the weights as they are."""
+        weight, weight_format = self._operands[0], self._options[1]
+        require_rank("weight", weight, 2)
+        require_computing_device("weight", weight)
+        require_served("RescoredLayer", weight.device)
+        k = LAYOUTS[weight_format].k(weight.shape[1])
+        no_tokens = torch.empty((0, k), dtype=torch.bfloat16, device=weight.device)
+        checked = require_rescored(self._call(no_tokens))
         bounds = bounds_of([span(each) for each in self._operands if each is not None])
-        self._calls = CallCache(call.weight.device, bounds, written=1)
+        self._calls = CallCache(weight.device, bounds, written=1)
         self._plain = checked.groups, checked.rescored
+        # Last of all that the weights are known: what ends this before checks again.
         self._weights = Unchanged(*self._operands)
-        return checked
 
     def _checked(self, call: RescoredCall) -> RescoredCall:
         if not self._weights.holds(*self._operands):
-            return self._require(call)
+            self._require_weights()
         tensors = call.out, call.x
         if self._calls.find(tensors, call.enable_pdl) is None:
             require_rescored(call)
@@ -449,12 +451,12 @@ def require_rescored(call: RescoredCall) -> RescoredCall:
         raise ValueError(f"weight is {describe(call.weight)}; it must have rows, of whose logits some are rescored")
     if k > MAX_K:
         raise ValueError(f"weight is {describe(call.weight)}; the k of a rescored head is at most {MAX_K}")
-    groups = require_int("groups", call.groups, 1, 2**31 - 1)
+    groups = int(require_int("groups", call.groups, 1, 2**31 - 1))  # True is 1, which torch does not take
     tiles = -(-n // TILE_ROWS)
     if group_rows(n, groups) > MAX_GROUP_ROWS:
         least = -(-tiles * TILE_ROWS // MAX_GROUP_ROWS)
         raise ValueError(f"groups is {groups}; with {n} rows it must be at least {least}: a group has at most 6,144")
-    rescored = require_int("rescored", call.rescored, 1, MAX_RESCORED)
+    rescored = int(require_int("rescored", call.rescored, 1, MAX_RESCORED))
     fine = call.fine_weight
     require_tensor(
         "fine_weight", fine, [(n, k)], (_DTYPES[call.fine_format],), device, f"fine_format={call.fine_format!r}"

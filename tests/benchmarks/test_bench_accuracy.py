@@ -291,6 +291,7 @@ def test_under_a_mask_the_distribution_is_that_of_what_is_left(monkeypatch: pyte
 
 
 def test_the_masks_leave_what_their_names_tell() -> None:
+    print("seed", 0)
     vocabulary = {"7": 3, '"': 4, " 12": 5, "x": 6, "'": 7}
 
     def encode(text: str) -> list[int]:

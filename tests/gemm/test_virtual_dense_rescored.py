@@ -80,7 +80,7 @@ def test_sizes(device: VirtualDevice, m: int, n: int, k: int, groups: int, resco
     assert launched(device) == [layer, layer, "rescore_kernel", *with_top_k, *with_top_k]
 
 
-@pytest.mark.parametrize("fine", ["bf16", "mxint8"])
+@pytest.mark.parametrize("fine", [pytest.param("bf16", id="bf16 rows"), pytest.param("mxint8", id="8-bit rows")])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
 def test_formats(device: VirtualDevice, weights: str, out_dtype: torch.dtype, fine: str) -> None:

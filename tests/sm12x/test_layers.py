@@ -235,7 +235,7 @@ def test_a_layer_sleeps(name: str) -> None:
     ("name", "check"),
     [
         ("DenseLayer, dense_block_scaled", "_require_weight"),
-        ("RescoredLayer, dense_block_scaled_rescored", "_require"),
+        ("RescoredLayer, dense_block_scaled_rescored", "_require_weights"),
         ("DecodeAttentionLayer", "_require_cache"),
         ("SM12xMoELayer, MoE 0", "_require_experts"),
     ],

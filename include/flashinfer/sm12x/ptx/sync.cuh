@@ -95,6 +95,10 @@ __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// The next number of a counter in shared memory. It orders nothing: a barrier of the block stands before those who read
+// what the numbers lead to.
+__device__ __forceinline__ int take_number(int* counter) { return atomicAdd(counter, 1); }
+
 // Counts this block among those that have arrived. A thread that sees the count also sees the writes that this block's
 // threads made before the barrier in front of this call.
 __device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {

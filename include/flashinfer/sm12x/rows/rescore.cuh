@@ -22,6 +22,7 @@
 #include "../ptx/convert.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/sync.cuh"
 #include "quantize.cuh"
 #include "rank.cuh"
 #include "scalar.cuh"
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 2) rescore_kernel(const __gri
   const uint64_t least = bound;
   if (largest >= least) {
     share.for_each(least, [&](uint64_t rank) {
-      found[atomicAdd(&num_found, 1)] = rank;
+      found[ptx::take_number(&num_found)] = rank;
       prefetch_fine_row(p, rank_place(rank));
     });
   }
