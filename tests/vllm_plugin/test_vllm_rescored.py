@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,14 @@ def folders(tmp_path_factory):
 def operators_in_pytorch(monkeypatch):
     language_models.in_pytorch(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)  # vLLM's preparation of NVFP4 experts
+
+
+@pytest.fixture(autouse=True)
+def no_heads_of_other_tests(monkeypatch):
+    """A head lives until its reference cycles are collected; updates derive those of a process, as a server has one."""
+    from flashinfer_sm12x.vllm import rescored
+
+    monkeypatch.setattr(rescored, "_heads", weakref.WeakSet())
 
 
 @contextlib.contextmanager
