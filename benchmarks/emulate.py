@@ -59,7 +59,8 @@ from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 from flashinfer_sm12x.doctor.probe import layer as probed
 from flashinfer_sm12x.quantize.choice import GROUPS, RESCORED_ROWS
-from flashinfer_sm12x.quantize.manifest import COARSE, RESCORED
+from flashinfer_sm12x.quantize.manifest import COARSE
+from flashinfer_sm12x.variables import RESCORED
 
 P = ParamSpec("P")
 EMULATED_EXPERTS = 2

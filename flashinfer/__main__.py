@@ -47,6 +47,7 @@ from tabulate import tabulate
 
 from flashinfer_sm12x.counted import counted
 from flashinfer_sm12x.signals import ended_by_signals
+from flashinfer_sm12x.variables import RESCORED
 
 from .sm12x.device_class import CLASSES
 from .sm12x.models import MOE_LAYERS
@@ -224,10 +225,10 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
 @click.option("--o", type=click.Choice(_FORMATS), default="mxfp6", show_default=True)
 @click.option(
     "--lm-head",
-    type=click.Choice([*_FORMATS, "nvfp4_rescored"]),
-    default="nvfp4_rescored",
+    type=click.Choice([*_FORMATS, RESCORED]),
+    default=RESCORED,
     show_default=True,
-    help="nvfp4_rescored: NVFP4, of whose logits the largest are computed again from the checkpoint's own rows",
+    help=f"{RESCORED}: NVFP4, of whose logits the largest are computed again from the checkpoint's own rows",
 )
 @click.option("--device", help="cuda or cpu; by default cuda where torch finds one")
 def sm12x_quantize_cmd(

@@ -13,8 +13,8 @@ from token_bench.hindcast import Figure, rows
 from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer_sm12x.quantize.choice import GROUPS, Choice
 from flashinfer_sm12x.quantize.formats import BF16, HEADS, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
-from flashinfer_sm12x.quantize.manifest import COARSE, HEAD, RESCORED, finished, located
-from flashinfer_sm12x.variables import PRESETS
+from flashinfer_sm12x.quantize.manifest import COARSE, HEAD, finished, located
+from flashinfer_sm12x.variables import PRESETS, RESCORED
 
 CONTEXT = 1024
 DRAFT_ROWS = (1, 2, 4, 8)
@@ -88,7 +88,7 @@ def parse(text: str) -> Choice:
 
 
 def of_weights() -> list[Choice]:
-    """Every format in all three, in the LM head alone, and in QKV and O beside heads of 8 bits and rescored ones;
+    """Every format in all three, in the LM head alone, and in QKV and O with heads of 8 bits and rescored ones;
     others in all three."""
     mixed = [BF16, *SERVED]
     heads = {BF16: [*mixed, *HEADS]} | {name: ["mxint8", name, *HEADS] for name in SERVED}

@@ -40,7 +40,8 @@ from flashinfer.sm12x.instances import INSTANCES
 from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
 from flashinfer_sm12x.files import json_file, written_whole
 from flashinfer_sm12x.quantize.choice import GROUPS, RESCORED_ROWS
-from flashinfer_sm12x.quantize.manifest import COARSE, RESCORED
+from flashinfer_sm12x.quantize.manifest import COARSE
+from flashinfer_sm12x.variables import RESCORED
 
 from . import gb10
 from .devices import GB10, Device

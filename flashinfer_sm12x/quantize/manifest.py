@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import replace_bytes
+from ..variables import RESCORED
 from .files import Fields, FolderError, read_fields
 
 MANIFEST = "sm12x_dense.json"
@@ -23,7 +24,6 @@ VERSION = 1
 HEAD = "lm_head"
 KINDS = ("qkv", "o", HEAD)
 FORMATS = ("mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8")
-RESCORED = "nvfp4_rescored"
 COARSE = {RESCORED: "nvfp4"}
 """Formats of an LM head whose largest logits are computed again from the checkpoint's own rows, and what they hold of
 it (``flashinfer.gemm.dense_block_scaled_rescored``)."""

@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from flashinfer.gemm.sm12x_dense_launch import ranks_of
-from flashinfer.gemm.sm12x_dense_rescored import TILE_ROWS, group_rows
+from flashinfer.gemm.sm12x_dense_rescored import TILE_ROWS, rows_to_rescore
 from flashinfer.sm12x_decode import to_cache
 
 from .choice import GROUPS, RESCORED_ROWS, Choice
@@ -175,14 +174,10 @@ class Case(NamedTuple):
 def rescore(coarse: torch.Tensor, fine: torch.Tensor, groups: int = GROUPS, rows: int = RESCORED_ROWS) -> torch.Tensor:
     """Coarse logits ``[tokens, n]``, the ``rows`` largest of each group replaced by the fine ones, as
     ``flashinfer.gemm.dense_block_scaled_rescored`` does for a few tokens."""
-    tokens, n = coarse.shape
-    ranks = torch.full((tokens, groups * group_rows(n, groups)), torch.iinfo(torch.int64).min, device=coarse.device)
-    ranks[:, :n] = ranks_of(coarse)  # all different: the lower row of equal ones is the larger
-    tiles = ranks.view(tokens, -1, groups, TILE_ROWS)
-    by_group = tiles.transpose(1, 2).reshape(tokens, groups, -1)
-    least = by_group.topk(rows, dim=2).values[..., -1]
-    chosen = (tiles >= least[:, None, :, None]).view(tokens, -1)[:, :n]
-    return torch.where(chosen, fine, coarse)
+    chosen = rows_to_rescore(coarse, groups, rows)
+    n = coarse.shape[1]
+    replaced = torch.zeros(len(coarse), n + TILE_ROWS * groups, dtype=torch.bool, device=coarse.device)
+    return torch.where(replaced.scatter_(1, chosen, True)[:, :n], fine, coarse)
 
 
 class Expected:
@@ -212,8 +207,7 @@ def losses(
     masks: Mapping[str, Mask] | None = None,
     masked: Sequence[_Key] = (),
 ) -> dict[_Key, Scores]:
-    """Each case against the model's own head behind the states ``reference``; the cases ``masked`` also under the
-    masks."""
+    """Each case against the model's own head on the states ``reference``; the cases ``masked`` also under the masks."""
     targets = torch.tensor([token for window in windows for token in window[1:]], device=subject.device)
     found: dict[_Key, list[Scores]] = {key: [] for key in cases}
     weight, bias = (None if each is None else each.data.float() for each in (subject.head.weight, subject.head.bias))

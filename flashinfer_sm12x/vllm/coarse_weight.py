@@ -35,18 +35,10 @@ class CoarseWeight:
 
     @torch.no_grad()
     def fill(self, weight: torch.Tensor) -> None:
-        """Quantize a weight by chunks of rows: the whole one in float32 would be gigabytes."""
-        from flashinfer.quantization import mx_cpu
-        from flashinfer.quantization.block_scaled import CHUNK_ROWS, LAYOUTS, best_rule
+        """Quantize a weight."""
+        from flashinfer.quantization.block_scaled import quantize_rows
 
-        assert CHUNK_ROWS % 128 == 0  # rows of a tile of scales
-        self.global_scale.copy_(mx_cpu.nvfp4_global_scale(weight))
-        for first in range(0, len(weight), CHUNK_ROWS):
-            chunk = slice(first, first + CHUNK_ROWS)
-            values, scales = LAYOUTS[FORMAT].quantize(weight[chunk], self.global_scale, best_rule(FORMAT))
-            self.values[chunk] = values
-            self.scales[chunk] = mx_cpu.swizzle_128x4(scales)
-        self._sum = _sum(weight)
+        self.take(quantize_rows(weight, FORMAT), weight)
 
     @torch.no_grad()
     def take(self, made: BlockScaledWeight, weight: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LM heads of any model that read 4.5 bits a weight and choose as their bf16 rows do: ``"lm_head": "nvfp4_rescored"``.
 
-The head keeps its bf16 ``weight``, which vLLM loads, shares with a draft, and reads for ``head_dtype``. Beside it stand
-NVFP4 values, scales and a global scale, as buffers: all logits come of these, and the largest ones again from the bf16
-rows (``flashinfer.gemm.dense_block_scaled_rescored``). The buffers are derived from the weight when it has been loaded,
-and again in place after every other load, because captured graphs hold their addresses:
+The head keeps its bf16 ``weight``, which vLLM loads, shares with a draft, and reads for ``head_dtype``. It also has
+NVFP4 values, scales and a global scale, as buffers: they give all logits, and the bf16 rows the largest again
+(``flashinfer.gemm.dense_block_scaled_rescored``). The buffers are derived from the weight when it has been loaded, and
+again in place after every other load, because captured graphs hold their addresses:
 
 =================================================== ===============================================================
 vLLM prepares a loaded layer, at the start or       :meth:`RescoredHeadMethod.process_weights_after_loading`
@@ -34,6 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from ..quantize.choice import GROUPS
 from ..quantize.files import FolderError
 from ..variables import RESCORED
 from . import api_checks, dense, dense_folder, fallback, replacements, table
@@ -55,7 +56,7 @@ _scores_prompts = False
 
 def reason_against(head: Any, config: Any) -> str:
     """Why a head is left to vLLM, or an empty text; ``config`` is the server's."""
-    from flashinfer.gemm.sm12x_dense_rescored import rescores
+    from flashinfer.gemm.sm12x_dense_rescored import MAX_GROUP_ROWS, MAX_K, group_rows, rescores
 
     if type(head.quant_method) not in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod):
         return f"it is quantized: {type(head.quant_method).__name__}"
@@ -64,7 +65,9 @@ def reason_against(head: Any, config: Any) -> str:
     asked = {
         f"its weight is {head.weight.dtype}": head.weight.dtype is not torch.bfloat16,
         f"its K of {k} is no multiple of {BLOCK_SIZE}": k % BLOCK_SIZE != 0,
+        f"its K of {k} is more than {MAX_K}": k > MAX_K,
         f"{n} rows, of which a token would read more than all in bf16": not rescores(1, n, FORMAT),
+        f"{n} rows, of which a group would have more than {MAX_GROUP_ROWS}": group_rows(n, GROUPS) > MAX_GROUP_ROWS,
         f"head_dtype {dtype}": dtype is not torch.bfloat16,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "LoRA adapters may change it; with --lora-target-modules q_proj k_proj v_proj o_proj they do not": adapters

@@ -145,7 +145,7 @@ def test_the_fine_weight_alone_where_it_has_fewer_bytes(device: VirtualDevice) -
 
 
 def test_a_rescoring_after_another(device: VirtualDevice) -> None:
-    """Programmatic dependent launches into the same logits, each behind its layer."""
+    """Programmatic dependent launches into the same logits, each after its layer."""
     heads = [make_head(2, 1500, 96, seed) for seed in (1, 2)]
     module = device.module(gen_dense_module, "mxfp4")
     outs = [torch.full((2, 1500), torch.nan, dtype=torch.bfloat16) for _ in heads]

@@ -437,7 +437,11 @@ LEFT = "flashinfer-sm12x: the LM head is left to vLLM: "
     [
         ((), {"dtype": torch.float16}, "its weight is torch.float16"),
         ((), {"shape": (VOCABULARY, 80)}, "its K of 80 is no multiple of 32"),
+        ((), {"shape": (VOCABULARY, 14_368)}, "its K of 14368 is more than 14336"),
+        ((), {"shape": (VOCABULARY, 14_336)}, ""),
         ((), {"shape": (1000, K)}, "1024 rows, of which a token would read more than all in bf16"),
+        ((), {"shape": (294_913, 32)}, "294976 rows, of which a group would have more than 6144"),
+        ((), {"shape": (294_912, 32)}, ""),
         (("--hf-overrides", '{"head_dtype": "float32"}'), {}, "head_dtype torch.float32"),
         (("--enable-lora",), {}, "LoRA adapters may change it"),
         (("--enable-lora", "--lora-target-modules", "q_proj", "lm_head"), {}, "LoRA adapters may change it"),

@@ -11,19 +11,11 @@
 
 namespace flashinfer::sm12x {
 
-// The order of numbers as that of integers; 0 is less than that of any. NaN is the largest; -0 is 0.
-__device__ __forceinline__ uint32_t ordered_bits(float number) {
-  const uint32_t bits = __float_as_uint(number != number ? __uint_as_float(0x7FFFFFFFu) : number + 0.0f);
-  return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
-}
-
-__device__ __forceinline__ uint64_t rank_of_ordered(uint32_t ordered, int place) {
-  return static_cast<uint64_t>(ordered) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(place));
-}
-
-// 0 is less than that of any.
+// 0 is less than that of any. NaN is the largest; -0 is 0.
 __device__ __forceinline__ uint64_t rank_of(float number, int place) {
-  return rank_of_ordered(ordered_bits(number), place);
+  const uint32_t bits = __float_as_uint(number != number ? __uint_as_float(0x7FFFFFFFu) : number + 0.0f);
+  const uint32_t ordered = bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
+  return static_cast<uint64_t>(ordered) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(place));
 }
 
 __device__ __forceinline__ int rank_place(uint64_t rank) {

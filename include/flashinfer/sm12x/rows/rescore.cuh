@@ -12,7 +12,7 @@
 //   order     each of those counts how many are larger
 //   rescore   16 rows are an M16 fragment; each warp multiplies it over a range of K
 //
-// Latencies add up here, so that each step has its loads under way at once. Ranks (rank.cuh) of a group's logits differ,
+// Latencies add up here, so each step issues all of its loads first. Ranks (rank.cuh) of a group's logits differ,
 // so that the result does not depend on the order of threads. The order of a rescored logit's sum depends on k alone.
 #pragma once
 
@@ -71,7 +71,7 @@ struct LogitsShare {
     const int thread = static_cast<int>(threadIdx.x);
     first = (thread / kRescoreTileRows * p.groups + group) * kRescoreTileRows + thread % kRescoreTileRows;
     stride = static_cast<int>(min(int64_t{kRescoreThreads} * p.groups, int64_t{n}));
-    // The token's first: what a thread adds to it has 32 bits, which takes a third of the instructions.
+    // The token's first logit: offsets of the others have 32 bits.
     const void* logits =
         static_cast<const uint8_t*>(p.logits) + (p.type == ScalarType::kF32 ? 4 : 2) * (int64_t{token} * n);
     switch (p.type) {
@@ -161,11 +161,11 @@ __device__ __forceinline__ void prefetch_fine_row(const RescoreParams& p, int ro
 
 // Dot products of the block's token with 16 rows of the fine weight over a warp's range of K, as an M16 fragment: lane
 // 4g + t takes elements 8t.. of 32, of rows g and g + 8. Every column of the product is the token's. No branch stands
-// between the loads: the compiler would move loads behind it, and latencies would add up.
+// between the loads: the compiler would move loads past it, and their latencies would add up.
 template <bool kMxint8>
 __device__ __forceinline__ void multiply_fine(const RescoreParams& p, const uint4* token, const int (&rows)[2],
                                               int first_block, int end_block, int lane, float (&sums)[4]) {
-  constexpr int kAtOnce = kMxint8 ? 2 : 3;  // blocks of 32 elements under way
+  constexpr int kAtOnce = kMxint8 ? 2 : 3;  // blocks of 32 elements whose loads are issued together
 #pragma unroll 1
   for (int first = first_block; first < end_block; first += kAtOnce) {
     FineEight<kMxint8> fine[kAtOnce][2];
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_fine(const RescoreParams& p, const uint
   }
 }
 
-// Shared memory beside the static one: the token.
+// Dynamic shared memory holds the token.
 __global__ void __launch_bounds__(kRescoreThreads, 2) rescore_kernel(const __grid_constant__ RescoreParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ uint64_t subsets[kSubsets];  // the largest of each
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 2) rescore_kernel(const __gri
   ptx::wait_for_prerequisite_grids();
 
   const uint4* const x = p.tokens + static_cast<int64_t>(token) * eights;
-  const uint4 eight = thread < eights ? x[thread] : uint4{};  // under way beside the logits
+  const uint4 eight = thread < eights ? x[thread] : uint4{};  // its load overlaps the logits'
   const LogitsShare share(p, group, token);
   const uint64_t largest = share.largest();
   const uint64_t of_subset = largest_of_lanes<kSubsetsOfWarp>(largest);
