@@ -319,7 +319,7 @@ def rescored_cases(
         rescored = rng.randint(1, MAX_RESCORED)
         weights, fine = rng.choice(("nvfp4", "mxfp4")), rng.choice(("bf16", "bf16", "mxint8"))
         k = rng.choice((32, 64, 32 * rng.randint(1, 12), 2048, 2880, 4096, MAX_K))
-        n = rng.randint(8, min((1 << 22 if options.quick else 1 << 25) // k, MAX_GROUP_ROWS * groups))
+        n = rng.randint(8, min((1 << 20 if options.quick else 1 << 23) // k, MAX_GROUP_ROWS * groups))
         bias = rng.choice((None, torch.bfloat16, torch.float32))
         out_dtype = rng.choice((torch.bfloat16, torch.float16, torch.float32))
         head = make_head(m, n, k, options.seed + number, weights, fine, bias, out_dtype)

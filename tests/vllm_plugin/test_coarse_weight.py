@@ -97,3 +97,18 @@ def test_rows_of_padding_get_minus_infinity(ranges, padding):
     assert mask is not None
     assert mask.dtype is torch.bfloat16
     assert mask.tolist() == [-math.inf if row in padding else 0 for row in range(16)]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_takes_little_more_than_its_own_memory(device):
+    if device.type == "cpu":
+        pytest.skip("torch counts a GPU's memory alone")
+    weight = torch.randn(32_768, 2_880, device=device, dtype=torch.bfloat16)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    coarse = CoarseWeight(weight)
+    coarse.fill(weight)
+    own = sum(each.nbytes for each in tensors(coarse))
+    # Twice its own while values are copied, and a chunk's work in float32.
+    assert torch.cuda.max_memory_allocated(device) - before < 2 * own + (512 << 20)
