@@ -124,17 +124,19 @@ def _dense(body: str, lm_head: str) -> Mapping[str, str]:
 
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "spark": _dense("mxfp6", "mxint8"),
+    "spark": _dense("mxfp6", RESCORED),
     "spark-int8": _dense("mxint8", "mxint8"),
-    "spark-fast": _dense("nvfp4", "mxint8"),
+    "spark-fast": _dense("nvfp4", RESCORED),
     "spark-mxfp4": _dense("mxfp4", "mxfp4"),
     "spark-mxfp8": _dense("mxfp8", "mxfp8"),
 }
 """Dense layers' choices under one name; docs/accuracy.md has what each loses."""
 
 CHANGED_PRESETS: Mapping[str, str] = {
-    "spark": "'spark' is MXFP6 in QKV and O and MXINT8 in the LM head; MXFP4 in all three, which it was, is "
-    "'spark-mxfp4'",
+    "spark": "'spark' is MXFP6 in QKV and O and nvfp4_rescored in the LM head; it was MXINT8 there (lm_head=mxint8), "
+    "and before that MXFP4 in all three, which is 'spark-mxfp4'",
+    "spark-fast": "'spark-fast' is NVFP4 in QKV and O and nvfp4_rescored in the LM head; it was MXINT8 there "
+    "(lm_head=mxint8)",
     "spark-mxfp8": "'spark-mxfp8' is MXFP8, as it was; 'spark-int8' has the same bytes and loses less",
 }
 """The message, given once, for a user who chooses a name that meant another choice, or is no longer the best of its

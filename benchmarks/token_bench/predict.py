@@ -74,23 +74,33 @@ def span_and_middle(slow: float, middle: float, fast: float) -> str:
 
 
 def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
-    """Parts of several predictions of the same step, side by side: microseconds of all calls."""
+    """Parts of several predictions of the same step, side by side: microseconds of all calls. A step that lacks a part
+    has a dash there."""
     headers = ["part", "calls"]
     for name in names:
         headers += [f"{name}: MB", "floor us", "predicted us"]
-    parts = list(dict.fromkeys(row.part for each in predicted for row in each.rows))
+    in_order = sorted(predicted, key=lambda each: -len(each.rows))  # what few steps have stands among the others
     body = []
-    for part in parts:
-        rows = [next(row for row in each.rows if row.part == part) for each in predicted]
-        line = [part, str(rows[0].calls)]
+    for part in dict.fromkeys(row.part for each in in_order for row in each.rows):
+        rows = [next((row for row in each.rows if row.part == part), None) for each in predicted]
+        line = [part, _counts([row.calls for row in rows if row is not None])]
         for row in rows:
+            if row is None:
+                line += ["-"] * 3
+                continue
             floor = 0.0 if part == "all-reduce" else row.bytes / MIDDLE.dram_gb_per_second / 1e3
             line += [f"{row.bytes / 1e6:,.1f}", f"{floor:,.0f}", span(row.fast, row.slow, 0)]
         body.append(line)
-    line = ["all", str(sum(row.calls for row in predicted[0].rows))]
+    line = ["all", _counts([sum(row.calls for row in each.rows) for each in predicted])]
     for each in predicted:
         line += [f"{each.bytes / 1e6:,.1f}", f"{each.floor:,.0f}", span(each.fast, each.slow, 0)]
     return github([*body, line], headers)
+
+
+def _counts(calls: Sequence[int]) -> str:
+    """Least and most calls."""
+    least, most = min(calls), max(calls)
+    return str(least) if least == most else f"{least} - {most}"
 
 
 def by_context(model: str, ranks: int, **fused: bool) -> str:

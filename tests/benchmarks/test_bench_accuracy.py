@@ -343,11 +343,11 @@ def test_the_default_table_has_heads_quantized_once_masks_and_drafts(
     [
         ("bf16", Choice()),
         ("mxfp8", Choice("mxfp8", "mxfp8", "mxfp8")),
-        ("spark", Choice("mxfp6", "mxfp6", "mxint8")),
+        ("spark", Choice("mxfp6", "mxfp6", "nvfp4_rescored")),
         ("spark-mxfp4", Choice("mxfp4", "mxfp4", "mxfp4")),
         ("spark-mxfp4, lm_head=mxfp8", Choice("mxfp4", "mxfp4", "mxfp8")),
         ("nvfp4, lm_head=mxint8", Choice("nvfp4", "nvfp4", "mxint8")),
-        ("spark, lm_head=nvfp4_rescored", Choice("mxfp6", "mxfp6", "nvfp4_rescored")),
+        ("spark, lm_head=mxint8", Choice("mxfp6", "mxfp6", "mxint8")),
         ("mxfp4-amax", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax")),
         ("mxfp4-amax-a4", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax", "mxfp4")),
         ("qkv=mxfp8-a8,moe=mxfp4-a8,kv=fp8", Choice("mxfp8", tokens="mxfp8", experts="mxfp8", kv="fp8")),

@@ -45,7 +45,7 @@ def test_the_variable_means_the_same_and_the_command_line_wins(monkeypatch):
 
 
 MXFP4, MXINT8, MXFP8 = (dict.fromkeys(("qkv", "o", "lm_head"), weights) for weights in ("mxfp4", "mxint8", "mxfp8"))
-SPARK = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "mxint8"}
+SPARK = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "nvfp4_rescored"}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ SPARK = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "mxint8"}
     [
         ("spark", SPARK),
         ("spark-int8", MXINT8),
-        ("spark-fast", {**MXINT8, "qkv": "nvfp4", "o": "nvfp4"}),
+        ("spark-fast", {**SPARK, "qkv": "nvfp4", "o": "nvfp4"}),
         ("spark-mxfp4", MXFP4),
         ("spark-mxfp8", MXFP8),
         ("spark, lm_head = bf16", {**SPARK, "lm_head": "bf16"}),
@@ -268,7 +268,7 @@ def test_a_folder_among_what_resolve_gives_can_be_written_back(tmp_path, monkeyp
     folder = folder_of(tmp_path / "f", qkv="mxfp6", o="mxfp6")
     monkeypatch.setenv(settings.VARIABLE, f"spark,dense={folder},o=mxfp6-a8")
     chosen = settings.resolve({})
-    assert chosen == Settings(qkv="mxfp6", o="mxfp6-a8", lm_head="mxint8", dense=folder)
+    assert chosen == Settings(qkv="mxfp6", o="mxfp6-a8", lm_head="nvfp4_rescored", dense=folder)
     written = dataclasses.asdict(chosen)
     assert settings.resolve({"sm12x": written}) == chosen
     monkeypatch.delenv(settings.VARIABLE)

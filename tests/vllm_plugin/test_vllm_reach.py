@@ -104,9 +104,7 @@ def test_another_model_reports_that_the_choices_are_gpt_osss(tmp_path, log, monk
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
     model = built(tmp_path, "spark,moe=mxfp4-a8")
     line, experts = reported(log)
-    assert line.endswith(
-        "qkv=mxfp6, o=mxfp6, lm_head=mxint8 do not apply to LlamaForCausalLM: these choices are gpt-oss's"
-    )
+    assert line.endswith("qkv=mxfp6, o=mxfp6 do not apply to LlamaForCausalLM: these choices are gpt-oss's")
     assert experts.endswith("moe=mxfp4-a8 does not apply to LlamaForCausalLM: it has no MXFP4 experts")
     assert type(model.lm_head.quant_method).__name__ == "UnquantizedEmbeddingMethod"
 
