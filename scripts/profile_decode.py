@@ -36,7 +36,15 @@ KINDS: dict[str, tuple[str, ...]] = {
     "copies": ("Memcpy", "Memset"),
     # Inductor names a kernel after all that it fused, and what it only passes on.
     "norms and the like": ("triton_", "rms_norm", "rotary", "elementwise"),
-    "dense, this fork": ("dense_layer", "Role)2", "dequantize_rows", "pack_rows", "row_top_k", "chunk_top_k"),
+    "dense, this fork": (
+        "dense_layer",
+        "Role)2",
+        "dequantize_rows",
+        "pack_rows",
+        "row_top_k",
+        "chunk_top_k",
+        "rescore",
+    ),
     "routing": ("router_", "topk", "routing"),
     "MoE": (
         "fused_moe_kernel",

@@ -246,8 +246,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "vllm.config.model": tuple(
             f"ModelConfig.{name}" for name in ("hf_config", "architecture", "runner_type", "dtype")
         ),
-        "vllm.distributed": ("get_pp_group()",),
-        "vllm.distributed.parallel_state": ("GroupCoordinator.is_last_rank",),
+        "vllm.distributed.parallel_state": ("get_pp_group()", "GroupCoordinator.is_last_rank"),
         "vllm.model_executor.custom_op": (
             "PluggableLayer.register_oot(name=, _decorated_layer_cls=None)",
             "op_registry_oot",

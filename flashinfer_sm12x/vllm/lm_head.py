@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 import torch
-from vllm.distributed import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.logits_processor import LogitsProcessor

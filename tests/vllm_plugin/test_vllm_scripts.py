@@ -214,6 +214,7 @@ def test_kinds_of_kernels():
         "pack_rows_kernel": "dense, this fork",
         "dequantize_rows_kernel": "dense, this fork",
         "row_top_k_kernel": "dense, this fork",
+        "rescore_kernel": "dense, this fork",
         "chunk_top_k_kernel": "dense, this fork",
         "router_logits_kernel": "routing",
         "router_top_k_kernel": "routing",
