@@ -75,8 +75,7 @@ def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path): 
 
     on_the_cpu, written = step()
     with virtual_device("sm_121a") as device:
-        with pytest.raises(ValueError, match="workspace_buffer's size is 0"):  # it is a buffer: sleep mode keeps those
-            step()
+        # The CPU's is empty, and with it the step would be left to vLLM.
         dict(model.named_buffers())["sm12x_workspace"].data = decode_workspace(cache.device)
         on_the_device, written_there = step()
         assert all(launch.clean for launch in device.launches)
