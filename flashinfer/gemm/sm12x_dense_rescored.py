@@ -611,10 +611,14 @@ def rows_to_rescore(logits: torch.Tensor, groups: int, rescored: int) -> torch.T
     padded_rows = group_rows(n, groups) * groups
     ranks = torch.full((m, padded_rows), torch.iinfo(torch.int64).min, device=logits.device)
     ranks[:, :n] = ranks_of(logits)
-    rows = torch.arange(padded_rows, device=logits.device).view(-1, groups, TILE_ROWS).transpose(0, 1)
-    rows = rows.reshape(groups, -1).expand(m, -1, -1)
-    largest = ranks.gather(1, rows.flatten(1)).view_as(rows).topk(min(rescored, rows.shape[2]), dim=2).indices
-    return rows.gather(2, largest).flatten(1)
+    rows = _by_group(torch.arange(padded_rows, device=logits.device)[None], groups)
+    largest = _by_group(ranks, groups).topk(min(rescored, rows.shape[2]), dim=2).indices
+    return rows.expand(m, -1, -1).gather(2, largest).flatten(1)
+
+
+def _by_group(of_rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """What ``[m, rows]`` holds of whole tiles, as ``[m, groups, rows of a group]``."""
+    return of_rows.view(len(of_rows), -1, groups, TILE_ROWS).transpose(1, 2).flatten(2)
 
 
 def _rescore_on_cpu(call: RescoredCall) -> None:

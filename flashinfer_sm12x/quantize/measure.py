@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from flashinfer.gemm.sm12x_dense_rescored import TILE_ROWS, rows_to_rescore
+from flashinfer.gemm.sm12x_dense_rescored import rows_to_rescore
 from flashinfer.sm12x_decode import to_cache
 
 from .choice import GROUPS, RESCORED_ROWS, Choice
@@ -174,9 +174,9 @@ class Case(NamedTuple):
 def rescore(coarse: torch.Tensor, fine: torch.Tensor, groups: int = GROUPS, rows: int = RESCORED_ROWS) -> torch.Tensor:
     """Coarse logits ``[tokens, n]``, the ``rows`` largest of each group replaced by the fine ones, as
     ``flashinfer.gemm.dense_block_scaled_rescored`` does for a few tokens."""
-    chosen = rows_to_rescore(coarse, groups, rows)
-    n = coarse.shape[1]
-    replaced = torch.zeros(len(coarse), n + TILE_ROWS * groups, dtype=torch.bool, device=coarse.device)
+    tokens, n = coarse.shape
+    chosen = rows_to_rescore(coarse, groups, rows).clamp(max=n)  # a group with fewer rows has others from n on
+    replaced = torch.zeros(tokens, n + 1, dtype=torch.bool, device=coarse.device)
     return torch.where(replaced.scatter_(1, chosen, True)[:, :n], fine, coarse)
 
 

@@ -467,6 +467,8 @@ def test_tables_hold_what_was_predicted() -> None:
             predict.span(row.fast, row.slow, 0),
         ]
     assert rows["all"][-1] == predict.span(steps[-1].fast, steps[-1].slow, 0)
+    at = 2 + 3 * list(predict.PRESET_FORMATS).index("spark")
+    assert rows["rescoring"][2:5] == ["-"] * 3 and "-" not in rows["rescoring"][at : at + 3], "bf16 rescores nothing"
     assert len(cells(predict.overview([("uniform", step) for step in steps]))) == 1 + len(steps)
     by_context = {(line[0], line[1]): line for line in cells(predict.by_context(MODEL, 2))}
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)

@@ -76,6 +76,7 @@ def test_a_preset_is_choices_by_one_name(monkeypatch, text, expected):
         ("spark,moe=mxfp4-a8", {}, ["'spark' is MXFP6 in QKV and O"]),
         ("spark", "spark-mxfp8, o=bf16", ["'spark' is MXFP6", "'spark-mxfp8' is MXFP8, as it was"]),
         ("spark", "spark", ["'spark' is MXFP6"]),
+        ("spark-fast", {}, ["'spark-fast' is NVFP4 in QKV and O and nvfp4_rescored"]),
         ("1", "spark-int8", []),
         ("", {"qkv": "mxfp6"}, []),
         ("moe=mxfp4-a8", None, []),
